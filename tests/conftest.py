@@ -1,0 +1,45 @@
+"""The devices that the shared op tests run on.
+
+A test that takes the `backend` fixture runs once for each backend this machine has. It calls ops through
+`backend.ops`, makes its tensors on `backend.device`, and never asks which backend it was given.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import pytest
+
+import paged_kv
+from paged_kv import _C
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of every op: how to call it, and where its tensors live."""
+
+    name: str  # the test id, such as "cpu[avx2]"
+    device: str = "cpu"
+    isa: str | None = None  # instruction set to force while this backend is active
+    ops: ModuleType = field(default=paged_kv.ops, repr=False)  # same functions as paged_kv.ops
+
+    @contextmanager
+    def active(self) -> Iterator["Backend"]:
+        before = _C.isa_in_use()
+        if self.isa is not None:
+            _C.set_isa(self.isa)
+        try:
+            yield self
+        finally:
+            _C.set_isa(before)
+
+
+def available_backends() -> list[Backend]:
+    return [Backend(f"cpu[{isa}]", isa=isa) for isa in _C.isas_supported()]
+
+
+@pytest.fixture(params=available_backends(), ids=lambda backend: backend.name)
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    with request.param.active() as active:
+        yield active
