@@ -52,9 +52,9 @@ def reshape_and_cache(
 ) -> None:
     """``cache[slot // B, :, slot % B] = key[t]`` for each new token t with ``slot = slot_mapping[t] >= 0``.
 
-    Keys and values ``[T or more, Hkv, D]`` have the cache's dtype and are copied bit for bit, or are of a float
-    dtype over a quantised cache and are divided by their scale (see :func:`quantise`). ``slot_mapping`` is
-    ``[T]``; a slot stands in it once.
+    Keys and values ``[T or more, Hkv, D]`` have the cache's dtype and are copied bit for bit, or are of a
+    float dtype over a quantised cache and are divided by their scale (see :func:`quantise`). ``slot_mapping``
+    is ``[T]``; a slot stands in it once.
     """
     for rows, cache, scale in (key, key_cache, k_scale), (value, value_cache, v_scale):
         for token, slot in enumerate(slot_mapping.tolist()):
@@ -115,9 +115,10 @@ def paged_attention(
         lse = log(exp(sink) + sum_j exp(s_j))
         out = sum_j exp(s_j - lse) * v_j * v_scale_j
 
-    where ``cap(x) = softcap * tanh(x / softcap)`` if softcap > 0, and the terms of an absent slope or sink are
-    left out. A row that sees no key gives 0 and an LSE of -inf, with a sink too. Keys and values that a row does
-    not see take no part. ``max_query_len`` and ``max_seq_len`` bound launch shapes elsewhere and change nothing.
+    where ``cap(x) = softcap * tanh(x / softcap)`` if softcap > 0, and the terms of an absent slope or sink
+    are left out. A row that sees no key gives 0 and an LSE of -inf, with a sink too. Keys and values that a
+    row does not see take no part. ``max_query_len`` and ``max_seq_len`` bound launch shapes elsewhere and
+    change no result.
     """
     (num_tokens, num_q_heads, head_dim), num_kv_heads = query.shape, key_cache.shape[1]
     group = num_q_heads // num_kv_heads
@@ -192,7 +193,7 @@ def merge_attention_states(
     """Attention over two disjoint key sets from that over each: ``(out[T, H, D], lse[T, H])``, both float64.
 
     ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``. A
-    state whose LSE is -inf is empty: the result is the other one bit for bit, whatever the empty one's output is.
+    state whose LSE is -inf is empty: the result is the other one bit for bit, whatever the empty one's output.
     """
     out_a, lse_a, out_b, lse_b = (x.double() for x in (out_a, lse_a, out_b, lse_b))
     lse = torch.logaddexp(lse_a, lse_b)
@@ -202,7 +203,7 @@ def merge_attention_states(
 
 
 def _locate(table: Tensor, positions: Tensor, block_size: int) -> tuple[Tensor, slice, Tensor]:
-    """The index of the tokens at `positions` of a sequence in a cache ``[N, Hkv, B, D]``; gives ``[n, Hkv, D]``."""
+    """The index of a sequence's tokens at `positions` in a cache ``[N, Hkv, B, D]``; gives ``[n, Hkv, D]``."""
     return table[positions // block_size].long(), slice(None), positions % block_size
 
 
