@@ -1,0 +1,3 @@
+#include <torch/library.h>
+
+TORCH_LIBRARY(paged_kv, m) {}

@@ -1,0 +1,108 @@
+"""What was built, against what, and what of it is in use; and the loader of the native module."""
+
+import importlib
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+__all__ = ["BuildInfo", "build_info", "set_isa"]
+
+_PACKAGE = Path(__file__).parent
+REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps"
+"""Mends a build that is missing or was made for another torch; a folder or a name of the package follows."""
+
+
+def load_native(package: Path = _PACKAGE) -> tuple[ModuleType, dict]:
+    """Imports `paged_kv._C`, which registers the ops, and returns it with the facts of `_build.json`.
+
+    A library built against another torch may crash instead of failing, so the facts are checked first.
+
+    Raises:
+        ImportError: `paged_kv._C` is not built, or was built against another torch.
+    """
+    command = f"`{REBUILD} .` in paged_kv's source folder"
+    try:
+        facts = json.loads((package / "_build.json").read_text())
+    except FileNotFoundError:
+        raise ImportError(f"paged_kv._C is not built: run {command}") from None
+    running = str(torch.__version__)
+    if facts["torch"] != running:
+        raise ImportError(
+            f"paged_kv was built against torch {facts['torch']}, not the {running} that is running: run {command}"
+        )
+    try:
+        return importlib.import_module("paged_kv._C"), facts
+    except ModuleNotFoundError:
+        python = platform.python_version()
+        raise ImportError(f"paged_kv._C is not built for Python {python}: run {command}") from None
+
+
+native, _facts = load_native()
+
+
+@dataclass(frozen=True)
+class BuildInfo:
+    """The answer of `build_info()`; `str()` gives it as the lines that `python -m paged_kv info` prints."""
+
+    paged_kv: str
+    torch: str  # built against and running: paged_kv refuses to load where they differ
+    python_built: str
+    python: str
+    compiler: str
+    isas_built: tuple[str, ...]  # instruction sets of the CPU kernels, weakest first
+    isas_supported: tuple[str, ...]  # those of them that this machine can run
+    isa: str  # the one in use
+    cuda_archs: tuple[str, ...]
+    cuda_reason: str  # why cuda_archs is empty, else ""
+
+    def __str__(self) -> str:
+        cuda = ", ".join(self.cuda_archs) or f"none: {self.cuda_reason}"
+        lines = {
+            "paged_kv": self.paged_kv,
+            "torch": f"{self.torch} (built against and running)",
+            "python": f"{self.python} (built with {self.python_built})",
+            "compiler": self.compiler,
+            "CPU ISAs built": ", ".join(self.isas_built),
+            "CPU ISAs supported": ", ".join(self.isas_supported),
+            "CPU ISA in use": f"{self.isa} (PAGED_KV_ISA or paged_kv.set_isa chooses another)",
+            "CUDA archs built": cuda,
+        }
+        width = max(map(len, lines)) + 1
+        return "\n".join(f"{name + ':':<{width}} {value}" for name, value in lines.items())
+
+
+def build_info() -> BuildInfo:
+    """Returns versions, compiler, CPU instruction sets (built, supported, in use) and CUDA architectures."""
+    from . import __version__  # noqa: PLC0415 - the package imports this module
+
+    return BuildInfo(
+        paged_kv=__version__,
+        torch=_facts["torch"],
+        python_built=_facts["python"],
+        python=platform.python_version(),
+        compiler=_facts["compiler"],
+        isas_built=tuple(native.isas_built()),
+        isas_supported=tuple(native.isas_supported()),
+        isa=native.isa(),
+        cuda_archs=tuple(_facts["cuda_archs"]),
+        cuda_reason=_facts["cuda_reason"],
+    )
+
+
+def set_isa(name: str) -> None:
+    """Chooses the instruction set of the CPU kernels for all later calls, in all threads.
+
+    The environment variable PAGED_KV_ISA does the same when paged_kv is imported; without either, the
+    strongest one that this machine supports is used. Results may differ between instruction sets in the last bits.
+
+    Args:
+        name: one of `build_info().isas_supported`.
+
+    Raises:
+        ValueError: not built, or not supported by this machine; the message lists those that can be chosen.
+    """
+    native.set_isa(name)
