@@ -193,7 +193,7 @@ def merge_attention_states(
     """Attention over two disjoint key sets from that over each: ``(out[T, H, D], lse[T, H])``, both float64.
 
     ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``. A
-    state whose LSE is -inf is empty: the result is the other one bit for bit, whatever the empty one's output.
+    state whose LSE is -inf is empty: the result is the other one bit for bit, whatever the empty one holds.
     """
     out_a, lse_a, out_b, lse_b = (x.double() for x in (out_a, lse_a, out_b, lse_b))
     lse = torch.logaddexp(lse_a, lse_b)
@@ -203,7 +203,7 @@ def merge_attention_states(
 
 
 def _locate(table: Tensor, positions: Tensor, block_size: int) -> tuple[Tensor, slice, Tensor]:
-    """The index of a sequence's tokens at `positions` in a cache ``[N, Hkv, B, D]``; gives ``[n, Hkv, D]``."""
+    """The index of a sequence's tokens at `positions` in a cache ``[N, Hkv, B, D]`` gives ``[n, Hkv, D]``."""
     return table[positions // block_size].long(), slice(None), positions % block_size
 
 
