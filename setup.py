@@ -1,5 +1,6 @@
 """Runs CMakeLists.txt, the only description of the native build, for setuptools; metadata: pyproject.toml."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -11,8 +12,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-GIB = 1 << 30
-BYTES_PER_JOB = 3 * GIB // 2  # the bindings, which include torch's headers, take the most
+TOOLS = ROOT / "build" / "tools"
+BYTES_PER_JOB = 3 << 29  # 1.5 GiB; the bindings, which include torch's headers, peak at about 1 GiB
+CGROUP = Path("/sys/fs/cgroup")
 
 
 class CMakeBuild(build_ext):
@@ -21,7 +23,7 @@ class CMakeBuild(build_ext):
     def run(self) -> None:
         package = ROOT / "paged_kv" if self.inplace else Path(self.build_lib).resolve() / "paged_kv"
         build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
-        cmake, ninja = find_tool("cmake"), find_tool("ninja")
+        cmake, ninja = find_build_tools()
         cache = build / "CMakeCache.txt"
         if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
             shutil.rmtree(build)  # the folder was moved or copied here, and CMake would refuse it
@@ -41,24 +43,50 @@ def run(*command: object) -> None:
         sys.exit(f"paged_kv: `{command[0]}` failed with exit code {result.returncode}, see above")
 
 
-def find_tool(name: str) -> str:
-    """The tool that pip put beside this interpreter, else the one on PATH."""
-    scripts = sysconfig.get_path("scripts")
-    path = shutil.which(name, path=scripts) or shutil.which(name)
-    if path is None:
-        sys.exit(f"paged_kv needs {name} to build: run `pip install cmake ninja pybind11` and try again.")
-    return path
+def require_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        sys.exit(
+            "paged_kv is compiled against the torch that you have installed, which a build in isolation "
+            "cannot see: run `pip install torch` if you have none, then `pip install --no-build-isolation .`"
+        )
+
+
+def find_build_tools() -> tuple[str, str]:
+    """Returns cmake and ninja, and sees to pybind11; what is missing goes to build/tools.
+
+    With --no-build-isolation pip installs no build requirement, and the environment is not ours to change.
+    """
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TOOLS), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", ""), str(TOOLS / "bin")])
+
+    def found() -> dict[str, object]:
+        has_pybind11 = importlib.util.find_spec("pybind11") or (TOOLS / "pybind11").exists()
+        tools = {name: shutil.which(name, path=path) for name in ("cmake", "ninja")}
+        return {**tools, "pybind11": has_pybind11}
+
+    if missing := [name for name, tool in found().items() if not tool]:
+        run(sys.executable, "-m", "pip", "install", "--quiet", "--target", TOOLS, *missing)
+    tools = found()
+    return str(tools["cmake"]), str(tools["ninja"])
 
 
 def compile_jobs() -> int:
+    """MAX_JOBS, else as many as there are cores and memory for."""
     if jobs := os.environ.get("MAX_JOBS"):
         return max(1, int(jobs))
     return max(1, min(len(os.sched_getaffinity(0)), available_memory() // BYTES_PER_JOB))
 
 
 def available_memory() -> int:
-    with open("/proc/meminfo") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    """Bytes that the machine has to spare, or the container where it is limited to less."""
+    meminfo = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
+    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return available
 
 
+if not {"egg_info", "sdist"} & set(sys.argv):  # these two need no torch; all others say so before any work
+    require_torch()
 setup(ext_modules=[Extension("paged_kv._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

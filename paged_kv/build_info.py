@@ -12,8 +12,6 @@ import torch
 __all__ = ["BuildInfo", "build_info", "set_isa"]
 
 _PACKAGE = Path(__file__).parent
-REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps"
-"""Mends a build that is missing or was made for another torch; a folder or a name of the package follows."""
 
 
 def load_native(package: Path = _PACKAGE) -> tuple[ModuleType, dict]:
@@ -24,21 +22,22 @@ def load_native(package: Path = _PACKAGE) -> tuple[ModuleType, dict]:
     Raises:
         ImportError: `paged_kv._C` is not built, or was built against another torch.
     """
-    command = f"`{REBUILD} .` in paged_kv's source folder"
+    if (package.parent / "setup.py").exists():
+        mend = f"run `pip install --no-build-isolation -e {package.parent}`"
+    else:
+        mend = "run `pip install --no-build-isolation --no-deps --force-reinstall .` in its source folder"
     try:
         facts = json.loads((package / "_build.json").read_text())
     except FileNotFoundError:
-        raise ImportError(f"paged_kv._C is not built: run {command}") from None
+        raise ImportError(f"paged_kv._C is not built; {mend}") from None
     running = str(torch.__version__)
     if facts["torch"] != running:
-        raise ImportError(
-            f"paged_kv was built against torch {facts['torch']}, not the {running} that is running: run {command}"
-        )
+        raise ImportError(f"paged_kv was built against torch {facts['torch']}, not torch {running}; {mend}")
     try:
         return importlib.import_module("paged_kv._C"), facts
     except ModuleNotFoundError:
         python = platform.python_version()
-        raise ImportError(f"paged_kv._C is not built for Python {python}: run {command}") from None
+        raise ImportError(f"paged_kv._C is not built for Python {python}; {mend}") from None
 
 
 native, _facts = load_native()
@@ -77,7 +76,7 @@ class BuildInfo:
 
 def build_info() -> BuildInfo:
     """Returns versions, compiler, CPU instruction sets (built, supported, in use) and CUDA architectures."""
-    from . import __version__  # noqa: PLC0415 - the package imports this module
+    from . import __version__
 
     return BuildInfo(
         paged_kv=__version__,
@@ -97,7 +96,7 @@ def set_isa(name: str) -> None:
     """Chooses the instruction set of the CPU kernels for all later calls, in all threads.
 
     The environment variable PAGED_KV_ISA does the same when paged_kv is imported; without either, the
-    strongest one that this machine supports is used. Results may differ between instruction sets in the last bits.
+    strongest one that this machine supports is used. Two of them may differ in the last bits of a result.
 
     Args:
         name: one of `build_info().isas_supported`.

@@ -1,4 +1,4 @@
-"""The package's face: what it exports, what it was built with, and how it fails where the build does not fit."""
+"""The package's face: what it exports, what it was built with, and how it fails where that does not fit."""
 
 import paged_kv
 

