@@ -21,15 +21,18 @@ int64_t bytes_per_block(const BlockedBytes& t) {
 
 bool neighbours_touch(const BlockedBytes& t) { return t.stride_block_bytes == t.inner_bytes; }
 
-// Copies `bytes` at every position of the outer dimensions from `dim` on.
-void copy_pieces(const BlockedBytes& from, const char* src, const BlockedBytes& to, char* dst, int dim, int64_t bytes) {
-  if (dim == from.num_dims) {
-    std::memcpy(dst, src, bytes);
-    return;
+// Copies `bytes` at every position of the outer dimensions from kDim on.
+template <int kDim = 0>
+void copy_pieces(const BlockedBytes& from, const char* src, const BlockedBytes& to, char* dst, int64_t bytes) {
+  if constexpr (kDim < BlockedBytes::kMaxDims) {
+    if (kDim < from.num_dims) {
+      for (int64_t i = 0; i < from.size[kDim]; ++i) {
+        copy_pieces<kDim + 1>(from, src + i * from.stride_bytes[kDim], to, dst + i * to.stride_bytes[kDim], bytes);
+      }
+      return;
+    }
   }
-  for (int64_t i = 0; i < from.size[dim]; ++i) {
-    copy_pieces(from, src + i * from.stride_bytes[dim], to, dst + i * to.stride_bytes[dim], dim + 1, bytes);
-  }
+  std::memcpy(dst, src, bytes);
 }
 
 // Copies pairs [begin, end) of block_mapping [num_pairs, 2], runs of neighbours joined.
@@ -44,7 +47,7 @@ void copy_pairs(const BlockedBytes& from, const BlockedBytes& to, const int64_t*
       ++run;
     }
     copy_pieces(from, from.data + source * from.stride_block_bytes, to, to.data + destination * to.stride_block_bytes,
-                0, run * from.inner_bytes);
+                run * from.inner_bytes);
     begin += run;
   }
 }
