@@ -1,0 +1,407 @@
+// A vector of floats as wide as the instruction set this source is compiled for, and what kernels need of it: element
+// conversions on load and store, reductions, exp and tanh. Arithmetic and comparison are the compiler's own operators
+// on vector types (a < b ? x : y selects by lane); intrinsics stand only here, where the operators do not reach, and
+// come from <immintrin.h> alone, so that a test build can put a twin of that header first.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "cpu/elements.h"
+
+#define PAGED_KV_INLINE inline __attribute__((always_inline))
+
+namespace paged_kv::cpu::PAGED_KV_ISA {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define PAGED_KV_WIDTH 16
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define PAGED_KV_WIDTH 8
+#else
+#define PAGED_KV_WIDTH 4
+#endif
+
+inline constexpr int kWidth = PAGED_KV_WIDTH;  // floats in a vector
+
+typedef float Vec __attribute__((vector_size(4 * kWidth), may_alias));
+typedef int32_t IntVec __attribute__((vector_size(4 * kWidth), may_alias));
+typedef uint32_t UintVec __attribute__((vector_size(4 * kWidth), may_alias));
+typedef uint16_t Uint16Vec __attribute__((vector_size(2 * kWidth), may_alias));
+typedef uint8_t Uint8Vec __attribute__((vector_size(kWidth), may_alias));
+typedef int8_t Int8Vec __attribute__((vector_size(kWidth), may_alias));
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+// ---------------------------------------------------------------------------------------------------------------
+// Values
+
+PAGED_KV_INLINE Vec splat(float x) { return x - Vec{}; }  // x - 0 keeps the sign of zero, x + 0 would not
+PAGED_KV_INLINE UintVec splat(uint32_t x) { return x - UintVec{}; }
+
+PAGED_KV_INLINE UintVec bits_of(Vec v) { return reinterpret_cast<UintVec>(v); }
+PAGED_KV_INLINE Vec from_bits(UintVec v) { return reinterpret_cast<Vec>(v); }
+
+// 0, 1, 2, ...
+PAGED_KV_INLINE IntVec iota() {
+#if PAGED_KV_WIDTH == 16
+  return IntVec{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif PAGED_KV_WIDTH == 8
+  return IntVec{0, 1, 2, 3, 4, 5, 6, 7};
+#else
+  return IntVec{0, 1, 2, 3};
+#endif
+}
+
+// a * b + c
+PAGED_KV_INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if PAGED_KV_WIDTH == 16
+  return _mm512_fmadd_ps(a, b, c);
+#elif PAGED_KV_WIDTH == 8
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// The larger; b where one of them is NaN.
+PAGED_KV_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+// The smaller; b where one of them is NaN.
+PAGED_KV_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+
+PAGED_KV_INLINE Vec abs(Vec v) { return from_bits(bits_of(v) & 0x7fffffffu); }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Bytes in and out of registers
+
+namespace detail {
+
+// Copies fewer than 64 bytes without a call and without touching a byte more.
+PAGED_KV_INLINE void copy_some(void* to, const void* from, int bytes) {
+  char* out = static_cast<char*>(to);
+  const char* in = static_cast<const char*>(from);
+  auto piece = [&](auto size) {
+    if (bytes & size()) {
+      std::memcpy(out, in, size());
+      out += size();
+      in += size();
+    }
+  };
+  piece(std::integral_constant<int, 32>{});
+  piece(std::integral_constant<int, 16>{});
+  piece(std::integral_constant<int, 8>{});
+  piece(std::integral_constant<int, 4>{});
+  piece(std::integral_constant<int, 2>{});
+  piece(std::integral_constant<int, 1>{});
+}
+
+// The first `count` elements of V at p, zero in the other lanes.
+template <class V>
+PAGED_KV_INLINE V load_bits(const void* p, int count) {
+  V v{};
+  constexpr int kSize = sizeof(V) / kWidth;
+  if (count == kWidth) {
+    std::memcpy(&v, p, sizeof(V));
+    return v;
+  }
+#if PAGED_KV_WIDTH == 16
+  const uint32_t mask = (1u << count) - 1;
+  if constexpr (kSize == 4) {
+    return reinterpret_cast<V>(_mm512_maskz_loadu_epi32(static_cast<__mmask16>(mask), p));
+  } else if constexpr (kSize == 2) {
+    return reinterpret_cast<V>(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p));
+  } else {
+    return reinterpret_cast<V>(_mm_maskz_loadu_epi8(static_cast<__mmask16>(mask), p));
+  }
+#elif PAGED_KV_WIDTH == 8
+  if constexpr (kSize == 4) {
+    const __m256i mask = reinterpret_cast<__m256i>(iota() < count - IntVec{});
+    return reinterpret_cast<V>(_mm256_maskload_epi32(static_cast<const int*>(p), mask));
+  }
+#endif
+  copy_some(&v, p, count * kSize);
+  return v;
+}
+
+// Writes the first `count` elements of v to p.
+template <class V>
+PAGED_KV_INLINE void store_bits(void* p, V v, int count) {
+  constexpr int kSize = sizeof(V) / kWidth;
+  if (count == kWidth) {
+    std::memcpy(p, &v, sizeof(V));
+    return;
+  }
+#if PAGED_KV_WIDTH == 16
+  const uint32_t mask = (1u << count) - 1;
+  if constexpr (kSize == 4) {
+    return _mm512_mask_storeu_epi32(p, static_cast<__mmask16>(mask), reinterpret_cast<__m512i>(v));
+  } else if constexpr (kSize == 2) {
+    return _mm256_mask_storeu_epi16(p, static_cast<__mmask16>(mask), reinterpret_cast<__m256i>(v));
+  } else {
+    return _mm_mask_storeu_epi8(p, static_cast<__mmask16>(mask), reinterpret_cast<__m128i>(v));
+  }
+#elif PAGED_KV_WIDTH == 8
+  if constexpr (kSize == 4) {
+    const __m256i mask = reinterpret_cast<__m256i>(iota() < count - IntVec{});
+    return _mm256_maskstore_epi32(static_cast<int*>(p), mask, reinterpret_cast<__m256i>(v));
+  }
+#endif
+  copy_some(p, &v, count * kSize);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Small floats, for any format with kExponent and kMantissa bits, as integer arithmetic on float32
+
+// Float32 from the low bits of each lane. The subnormals come from a subtraction of normal numbers, so that they
+// survive a thread that flushes float32 subnormals to zero.
+template <int kExponent, int kMantissa>
+PAGED_KV_INLINE Vec widen(UintVec raw) {
+  constexpr uint32_t kAbs = (1u << (kExponent + kMantissa)) - 1;
+  constexpr uint32_t kRebias = (127 - ((1 << (kExponent - 1)) - 1)) << 23;
+  const UintVec magnitude = (raw & kAbs) << (23 - kMantissa);
+  const UintVec sign = (raw & (kAbs + 1)) << (31 - kExponent - kMantissa);
+  const UintVec normal = magnitude + kRebias;
+  constexpr uint32_t kOne = 1u << 23;  // one step of the exponent
+  const Vec smallest_normal = from_bits(splat(kRebias + kOne));
+  const UintVec subnormal = bits_of(from_bits(magnitude + (kRebias + kOne)) - smallest_normal);
+  UintVec result = magnitude < kOne ? subnormal : normal;
+  if constexpr (kExponent == 4) {  // e4m3fn: only all ones is NaN
+    result = (raw & kAbs) == kAbs ? splat(0x7fc00000u) : result;
+  } else {
+    result = (raw & kAbs) >= (((1u << kExponent) - 1) << kMantissa) ? (magnitude | 0x7f800000u) : result;
+  }
+  return from_bits(result | sign);
+}
+
+// The nearest number of the format, ties to even, in the low bits of each lane; NaN gives the NaN of all ones. The
+// caller has clamped what would overflow.
+template <int kExponent, int kMantissa>
+PAGED_KV_INLINE UintVec narrow(Vec v) {
+  constexpr int kBias = (1 << (kExponent - 1)) - 1;
+  constexpr int kShift = 23 - kMantissa;
+  const UintVec sign = (bits_of(v) >> 31) << (kExponent + kMantissa);
+  const UintVec magnitude = bits_of(v) & 0x7fffffffu;
+  const UintVec odd = (magnitude >> kShift) & 1u;
+  const UintVec normal =
+      ((magnitude + ((1u << (kShift - 1)) - 1) + odd) >> kShift) - (static_cast<uint32_t>(127 - kBias) << kMantissa);
+  // Adding a number whose last bit is worth the format's smallest subnormal rounds as the hardware rounds.
+  constexpr uint32_t kAligner = static_cast<uint32_t>(127 + 1 - kBias - kMantissa + 23) << 23;
+  const UintVec subnormal = bits_of(from_bits(magnitude) + from_bits(splat(kAligner))) - kAligner;
+  UintVec result = magnitude < (static_cast<uint32_t>(127 + 1 - kBias) << 23) ? subnormal : normal;
+  result = magnitude > 0x7f800000u ? splat((1u << (kExponent + kMantissa)) - 1) : result;
+  return result | sign;
+}
+
+// v within [-largest, largest], NaN kept.
+PAGED_KV_INLINE Vec clamp(Vec v, float largest) { return max(splat(-largest), min(splat(largest), v)); }
+
+}  // namespace detail
+
+// ---------------------------------------------------------------------------------------------------------------
+// load(p): kWidth elements as floats. load(p, n): the first n, 0 <= n <= kWidth, and zeros; reads nothing beyond.
+
+PAGED_KV_INLINE Vec load(const float* p, int count = kWidth) { return detail::load_bits<Vec>(p, count); }
+
+PAGED_KV_INLINE Vec load(const BFloat16* p, int count = kWidth) {
+  return from_bits(__builtin_convertvector(detail::load_bits<Uint16Vec>(p, count), UintVec) << 16);
+}
+
+PAGED_KV_INLINE Vec load(const Float16* p, int count = kWidth) {
+  const auto raw = detail::load_bits<Uint16Vec>(p, count);
+#if PAGED_KV_WIDTH == 16
+  return _mm512_cvtph_ps(reinterpret_cast<__m256i>(raw));
+#elif PAGED_KV_WIDTH == 8
+  return _mm256_cvtph_ps(reinterpret_cast<__m128i>(raw));
+#else
+  return detail::widen<5, 10>(__builtin_convertvector(raw, UintVec));
+#endif
+}
+
+PAGED_KV_INLINE Vec load(const Float8E5M2* p, int count = kWidth) {
+  const auto raw = __builtin_convertvector(detail::load_bits<Uint8Vec>(p, count), Uint16Vec) << 8;
+#if PAGED_KV_WIDTH == 16
+  return _mm512_cvtph_ps(reinterpret_cast<__m256i>(raw));
+#elif PAGED_KV_WIDTH == 8
+  return _mm256_cvtph_ps(reinterpret_cast<__m128i>(raw));
+#else
+  return detail::widen<5, 10>(__builtin_convertvector(raw, UintVec));
+#endif
+}
+
+PAGED_KV_INLINE Vec load(const Float8E4M3* p, int count = kWidth) {
+  const auto raw = detail::load_bits<Uint8Vec>(p, count);
+#if PAGED_KV_WIDTH == 4
+  return detail::widen<4, 3>(__builtin_convertvector(raw, UintVec));
+#else
+  // As a float16 of 2^-8 the value, subnormals included: only the bias differs, and NaN, which gets float16's.
+  const auto wide = __builtin_convertvector(raw, Uint16Vec);
+  const Uint16Vec magnitude = wide & uint16_t{0x7f};
+  const Uint16Vec nan = reinterpret_cast<Uint16Vec>(magnitude == uint16_t{0x7f}) & uint16_t{0x7c00};
+  const Uint16Vec half = ((wide & uint16_t{0x80}) << 8) | (magnitude << 7) | nan;
+#if PAGED_KV_WIDTH == 16
+  return Vec(_mm512_cvtph_ps(reinterpret_cast<__m256i>(half))) * 256.0f;
+#else
+  return Vec(_mm256_cvtph_ps(reinterpret_cast<__m128i>(half))) * 256.0f;
+#endif
+#endif
+}
+
+PAGED_KV_INLINE Vec load(const int8_t* p, int count = kWidth) {
+  return __builtin_convertvector(__builtin_convertvector(detail::load_bits<Int8Vec>(p, count), IntVec), Vec);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// store(p, v): rounds to nearest even and writes kWidth elements. store(p, v, n): the first n. Float formats overflow
+// to infinity as IEEE does; fp8 and int8 clamp to their largest finite value, and NaN is NaN in fp8 and 0 in int8.
+
+PAGED_KV_INLINE void store(float* p, Vec v, int count = kWidth) { detail::store_bits(p, v, count); }
+
+// The bfloat16 nearest to each float, in the low half of the lane.
+PAGED_KV_INLINE UintVec bfloat16_bits(Vec v) {
+  const UintVec raw = bits_of(v);
+  const UintVec rounded = raw + 0x7fffu + ((raw >> 16) & 1u);
+  return (v == v ? rounded : (raw | 0x400000u)) >> 16;
+}
+
+PAGED_KV_INLINE void store(BFloat16* p, Vec v, int count = kWidth) {
+  detail::store_bits(p, __builtin_convertvector(bfloat16_bits(v), Uint16Vec), count);
+}
+
+PAGED_KV_INLINE void store(Float16* p, Vec v, int count = kWidth) {
+#if PAGED_KV_WIDTH == 16
+  const auto raw = reinterpret_cast<Uint16Vec>(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif PAGED_KV_WIDTH == 8
+  const auto raw = reinterpret_cast<Uint16Vec>(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  // 65520 is the first float that rounds to infinity; both give infinity's bits under narrow.
+  const Vec bounded = detail::clamp(v, 65520.0f);
+  const auto raw = __builtin_convertvector(detail::narrow<5, 10>(bounded), Uint16Vec);
+#endif
+  detail::store_bits(p, raw, count);
+}
+
+PAGED_KV_INLINE void store(Float8E4M3* p, Vec v, int count = kWidth) {
+  const UintVec raw = detail::narrow<4, 3>(detail::clamp(v, 448.0f));
+  detail::store_bits(p, __builtin_convertvector(raw, Uint8Vec), count);
+}
+
+PAGED_KV_INLINE void store(Float8E5M2* p, Vec v, int count = kWidth) {
+  const UintVec raw = detail::narrow<5, 2>(detail::clamp(v, 57344.0f));
+  detail::store_bits(p, __builtin_convertvector(raw, Uint8Vec), count);
+}
+
+PAGED_KV_INLINE void store(int8_t* p, Vec v, int count = kWidth) {
+  constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction
+  const Vec rounded = (detail::clamp(v, 127.0f) + kToInteger) - kToInteger;
+  const IntVec integer = __builtin_convertvector(v == v ? rounded : splat(0.0f), IntVec);
+  detail::store_bits(p, __builtin_convertvector(integer, Int8Vec), count);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Reductions
+
+namespace detail {
+
+// Lane i of the result is lanes (2i, 2i + 1) of a, then of b, added, within each group of four lanes.
+PAGED_KV_INLINE Vec add_neighbours(Vec a, Vec b) {
+#if PAGED_KV_WIDTH == 16
+  return Vec(_mm512_shuffle_ps(a, b, 0x88)) + Vec(_mm512_shuffle_ps(a, b, 0xdd));
+#elif PAGED_KV_WIDTH == 8
+  return _mm256_hadd_ps(a, b);
+#else
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#endif
+}
+
+}  // namespace detail
+
+// sums[i] = the sum over the lanes of v[i], for kWidth vectors at once. A tree, the same for every i.
+PAGED_KV_INLINE Vec sum_each(const Vec (&v)[kWidth]) {
+  using detail::add_neighbours;
+#if PAGED_KV_WIDTH == 16
+  Vec quads[4];  // quads[i], four lanes j: sums over lanes 4j..4j+3 of v[4i], v[4i + 1], v[4i + 2], v[4i + 3]
+  for (int i = 0; i < 4; ++i) {
+    quads[i] = add_neighbours(add_neighbours(v[4 * i], v[4 * i + 1]), add_neighbours(v[4 * i + 2], v[4 * i + 3]));
+  }
+  const Vec ab = Vec(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88)) +  //
+                 Vec(_mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
+  const Vec cd = Vec(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88)) +  //
+                 Vec(_mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
+  return Vec(_mm512_shuffle_f32x4(ab, cd, 0x88)) + Vec(_mm512_shuffle_f32x4(ab, cd, 0xdd));
+#elif PAGED_KV_WIDTH == 8
+  const Vec low = add_neighbours(add_neighbours(v[0], v[1]), add_neighbours(v[2], v[3]));
+  const Vec high = add_neighbours(add_neighbours(v[4], v[5]), add_neighbours(v[6], v[7]));
+  return Vec(_mm256_permute2f128_ps(low, high, 0x20)) + Vec(_mm256_permute2f128_ps(low, high, 0x31));
+#else
+  return add_neighbours(add_neighbours(v[0], v[1]), add_neighbours(v[2], v[3]));
+#endif
+}
+
+PAGED_KV_INLINE float reduce_add(Vec v) {
+  float lanes[kWidth];
+  std::memcpy(lanes, &v, sizeof(v));
+  for (int half = kWidth / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// The largest lane; NaN lanes are passed over where another is not NaN.
+PAGED_KV_INLINE float reduce_max(Vec v) {
+  float lanes[kWidth];
+  std::memcpy(lanes, &v, sizeof(v));
+  float largest = -kInfinity;
+  for (float lane : lanes) largest = lane > largest ? lane : largest;
+  return largest;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Functions
+
+// e^x within 1 ulp for x <= 88; NaN for NaN, and 0 for -inf alone: below -87.3 it stays at the smallest normal number,
+// so that the weight of a finite score times an infinite value is infinite, as in exact arithmetic, and never NaN.
+PAGED_KV_INLINE Vec exp(Vec x) {
+  constexpr float kLowest = -87.33654f;
+  constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
+  const Vec bounded = max(splat(kLowest), x);
+  const Vec shifted = fma(bounded, splat(1.44269504f), splat(kToInteger));
+  const Vec n = shifted - kToInteger;
+  // ln 2 in two parts, so that n * ln 2 is exact to beyond float32. (Cody and Waite.)
+  Vec r = fma(n, splat(-0.693359375f), bounded);
+  r = fma(n, splat(2.12194440e-4f), r);
+  // Minimax polynomial of (e^r - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2]. (Cephes, expf.)
+  Vec p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  const Vec power = from_bits(bits_of(p) + (bits_of(shifted) << 23));
+  return x > -kInfinity ? power : (x == x ? splat(0.0f) : x);
+}
+
+// tanh within 2 ulp, near zero too, where the quotient of exponentials would lose all digits. (Cephes, tanhf.)
+PAGED_KV_INLINE Vec tanh(Vec x) {
+  const Vec magnitude = abs(x);
+  const Vec square = x * x;
+  Vec p = splat(-5.70498872745e-3f);
+  p = fma(p, square, splat(2.06390887954e-2f));
+  p = fma(p, square, splat(-5.37397155531e-2f));
+  p = fma(p, square, splat(1.33314422036e-1f));
+  p = fma(p, square, splat(-3.33332819422e-1f));
+  const Vec near = fma(p * square, x, x);
+  const Vec bounded = min(splat(20.0f), magnitude);  // tanh(20) rounds to 1
+  const Vec far = 1.0f - 2.0f / (exp(bounded + bounded) + 1.0f);
+  const Vec signed_far = from_bits(bits_of(far) | (bits_of(x) & 0x80000000u));
+  return magnitude < 0.625f ? near : signed_far;
+}
+
+}  // namespace paged_kv::cpu::PAGED_KV_ISA
