@@ -4,5 +4,15 @@ __version__ = "0.1.0"
 
 from .build_info import BuildInfo, build_info, set_isa
 from .errors import OutOfBlocksError, PagedKVError
+from .manager import Admission, AdmissionStatus, PagedKVCacheManager
 
-__all__ = ["BuildInfo", "OutOfBlocksError", "PagedKVError", "build_info", "set_isa"]
+__all__ = [
+    "Admission",
+    "AdmissionStatus",
+    "BuildInfo",
+    "OutOfBlocksError",
+    "PagedKVCacheManager",
+    "PagedKVError",
+    "build_info",
+    "set_isa",
+]

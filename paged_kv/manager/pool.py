@@ -1,0 +1,229 @@
+"""The pool: which blocks are free, which are cached without a holder, and how many hold each of the others.
+
+Every block is in exactly one of three states:
+
+    free        nobody holds it and nobody can find it
+    evictable   nobody holds it, but the prefix cache still finds its content: handed out when nothing is
+    free in use      ref_count >= 1 holders (sequences, pins)
+
+Invariants, which `check` verifies:
+
+    num_free + num_evictable + num_in_use = num_blocks
+    is_free[b] or b is in the queue  =>  ref_count[b] = 0,  and never both
+    extent_free[e] = number of free blocks in extent e
+    e in whole  <=>  all blocks of e are free;   0 < extent_free[e] < size of e  =>  e in broken
+
+Blocks are handed out in runs of consecutive ids: the pool is cut into extents of RUN blocks, a sequence
+starts in a whole extent and grows into its rest, and broken extents are used up only when no whole one is
+left. Each step is O(1) per block. Lists are emptied lazily: an entry that is no longer true is dropped when
+it comes up.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+RUN = 16  # blocks an extent: long enough to join copies and reads, short enough to leave little room unused
+
+
+class BlockPool:
+    """`num_blocks` blocks with reference counts. Callers ask for no more than `num_available`."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.num_evictable = 0
+        self.on_evict: Callable[[int], None] = lambda block: None
+        # [num_blocks] each; an array and a numpy view of its memory, as single items are cheaper to reach
+        # in the array.
+        self.ref_count = array("i", bytes(4 * num_blocks))
+        self.refs = np.frombuffer(self.ref_count, np.int32)
+        self.is_free = bytearray(b"\1" * num_blocks)
+        self.is_cached = bytearray(num_blocks)  # the prefix cache finds it: when let go it becomes evictable
+        self.cached = np.frombuffer(self.is_cached, np.bool_)
+        # Extents. `whole` is a stack that pops ascending ids at first; `broken` is used oldest first.
+        num_extents = -(-num_blocks // RUN)
+        self._extent_size = array("i", [RUN] * num_extents)
+        self._extent_size[-1] = num_blocks - RUN * (num_extents - 1)
+        self._extent_free = array("i", self._extent_size)
+        self._whole = list(range(num_extents - 1, -1, -1))
+        self._broken: deque[int] = deque()
+        self._in_broken = bytearray(num_extents)
+        # Least recently used order: a block is in the queue at place p if and only if place[b] = p; other
+        # entries are stale.
+        self._queue = array("i", bytes(4 * 2 * num_blocks))
+        self._queue_view = np.frombuffer(self._queue, np.int32)
+        self._head = self._tail = 0
+        self._place = array("q", [-1]) * num_blocks
+        self._places = np.frombuffer(self._place, np.int64)
+
+    @property
+    def num_available(self) -> int:
+        return self.num_free + self.num_evictable
+
+    @property
+    def num_in_use(self) -> int:
+        return self.num_blocks - self.num_free - self.num_evictable
+
+    # Handing out
+
+    def take(self, count: int, after: int = -1) -> list[int]:
+        """`count` blocks with one holder each: those that follow `after` if they are free, then runs, then
+        evicted ones."""
+        ids: list[int] = []
+        is_free, extent_free = self.is_free, self._extent_free
+        block = after + 1
+        while after >= 0 and len(ids) < count and block % RUN and block < self.num_blocks and is_free[block]:
+            is_free[block] = 0
+            extent_free[block // RUN] -= 1
+            ids.append(block)
+            block += 1
+        while len(ids) < count and self._whole:
+            extent = self._whole.pop()
+            first = extent * RUN
+            taken = min(self._extent_size[extent], count - len(ids))
+            is_free[first : first + taken] = bytes(taken)
+            extent_free[extent] -= taken
+            self._note_broken(extent)
+            ids.extend(range(first, first + taken))
+        while len(ids) < count and self._broken:
+            extent = self._broken[0]
+            first = extent * RUN
+            for block in range(first, first + self._extent_size[extent]):
+                if is_free[block] and len(ids) < count:
+                    is_free[block] = 0
+                    extent_free[extent] -= 1
+                    ids.append(block)
+            if not extent_free[extent]:
+                self._broken.popleft()
+                self._in_broken[extent] = 0
+        self.num_free -= len(ids)
+        if len(ids) < count:
+            # Ends of chains come first in the queue, so a chain's ids fall; sorting turns them into runs.
+            ids.extend(sorted(self._evict(count - len(ids))))
+        self.refs[ids] = 1
+        return ids
+
+    def hold(self, ids: np.ndarray) -> None:
+        """One more holder for each of the distinct blocks `ids`, in use or evictable."""
+        refs = self.refs[ids]
+        unheld = ids[refs == 0]
+        self._places[unheld] = -1
+        self.num_evictable -= len(unheld)
+        self.refs[ids] = refs + 1
+
+    def drop(self, ids: np.ndarray) -> None:
+        """One holder less for each of the distinct blocks `ids`; what nobody holds is evictable or free, in
+        this order."""
+        refs = self.refs[ids] - 1
+        self.refs[ids] = refs
+        unheld = ids[refs == 0]
+        if len(unheld):
+            cached = self.cached[unheld]
+            self._enqueue(unheld[cached])
+            self._give_back(unheld[~cached].tolist())
+
+    def touch(self, ids: np.ndarray) -> None:
+        """Makes the distinct evictable blocks `ids` the most recently used, in this order."""
+        self.num_evictable -= len(ids)
+        self._enqueue(ids)
+
+    def uncache(self, block: int) -> None:
+        """The prefix cache no longer finds `block`: if nobody holds it, it is free."""
+        self.is_cached[block] = 0
+        if not self.ref_count[block]:
+            self._place[block] = -1
+            self.num_evictable -= 1
+            self._give_back([block])
+
+    # The free lists
+
+    def _note_broken(self, extent: int) -> None:
+        if not self._in_broken[extent] and self._extent_free[extent]:
+            self._in_broken[extent] = 1
+            self._broken.append(extent)
+
+    def _give_back(self, ids: list[int]) -> None:
+        for block in ids:
+            extent = block // RUN
+            self.is_free[block] = 1
+            self._extent_free[extent] += 1
+            if self._extent_free[extent] == self._extent_size[extent]:
+                self._whole.append(extent)
+            else:
+                self._note_broken(extent)
+        self.num_free += len(ids)
+
+    # The queue of evictable blocks
+
+    def _enqueue(self, ids: np.ndarray) -> None:
+        if self._tail + len(ids) > len(self._queue):
+            self._compact()
+        places = np.arange(self._tail, self._tail + len(ids))
+        self._queue_view[places] = ids
+        self._places[ids] = places
+        self._tail += len(ids)
+        self.num_evictable += len(ids)
+
+    def _compact(self) -> None:
+        """Moves the true entries to the front. Frees at least half the queue, so each entry pays for O(1)
+        of it."""
+        ids = np.array(self.evictable())
+        self._head, self._tail = 0, len(ids)
+        self._queue_view[: len(ids)] = ids
+        self._places[ids] = np.arange(len(ids))
+
+    def _evict(self, count: int) -> list[int]:
+        evicted: list[int] = []
+        while len(evicted) < count:
+            block = self._queue[self._head]
+            if self._place[block] == self._head:
+                self._place[block] = -1
+                evicted.append(block)
+                self.is_cached[block] = 0
+                self.on_evict(block)
+            self._head += 1
+        self.num_evictable -= count
+        return evicted
+
+    def evictable(self) -> list[int]:
+        """The evictable blocks, least recently used first."""
+        entries = self._queue_view[self._head : self._tail]
+        return entries[self._places[entries] == np.arange(self._head, self._tail)].tolist()
+
+    # Proof
+
+    def check(self, holders: np.ndarray) -> None:
+        """Verifies the invariants of the head comment, and ref_count = `holders` (counted by the caller,
+        [num_blocks])."""
+        free = np.frombuffer(self.is_free, np.bool_)
+        evictable = np.zeros(self.num_blocks, np.bool_)
+        evictable[self.evictable()] = True
+        expect = _expect
+        expect((self.refs == holders).all(), "ref_count = number of holders")
+        expect(
+            (free.astype(int) + evictable + (holders > 0) == 1).all(), "each block is in exactly one state"
+        )
+        expect(free.sum() == self.num_free, "num_free counts the free blocks")
+        expect(evictable.sum() == self.num_evictable, "num_evictable counts the evictable blocks")
+        expect(not (self.cached & free).any(), "a free block is not cached")
+        expect(self.cached[evictable].all(), "an evictable block is cached")
+        whole, broken = set(self._whole), set(self._broken)
+        expect(
+            len(whole) == len(self._whole) and len(broken) == len(self._broken), "an extent is listed once"
+        )
+        for extent, size in enumerate(self._extent_size):
+            count = int(free[extent * RUN : extent * RUN + size].sum())
+            expect(count == self._extent_free[extent], "extent_free counts the free blocks of the extent")
+            expect((extent in whole) == (count == size), "whole lists the extents that are all free")
+            expect(extent in broken or count in (0, size), "broken lists the extents that are partly free")
+            expect((extent in broken) == bool(self._in_broken[extent]), "in_broken marks what broken lists")
+
+
+def _expect(condition: bool, rule: str) -> None:
+    if not condition:
+        raise AssertionError(f"broken invariant: {rule}")
