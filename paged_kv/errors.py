@@ -6,7 +6,8 @@ PagedKVError
 └── UsageError                  the call can't be right, however often it is repeated
     ├── UnknownSequenceError    seq_id: never admitted, or freed already
     ├── DuplicateSequenceError  seq_id: admitted already, or named twice in one call
-    └── SharedBlockError        seq_id, block: a write here needs a copy that this call can't report
+    ├── SharedBlockError        seq_id, block: a write here needs a copy that this call can't report
+    └── UnsupportedModelError   a model means something that the ops can't do; the sentence says what
 
 Exceptions carry their numbers as attributes. A call of the manager that raises has changed nothing.
 """
@@ -69,3 +70,7 @@ class SharedBlockError(UsageError):
         )
         self.seq_id = seq_id
         self.block = block
+
+
+class UnsupportedModelError(UsageError):
+    """A model cannot run on a paged cache: refused before it computes something else than it means."""

@@ -275,6 +275,11 @@ class PagedKVCacheManager:
             start += seq_len
         return slots
 
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that could be handed out now: free ones and evictable ones."""
+        return self._pool.num_available
+
     def stats(self) -> Stats:
         """Counts blocks and slots; costs O(sequences)."""
         pool, tables, size = self._pool, self._tables, self.block_size
