@@ -86,7 +86,7 @@ def build_info() -> BuildInfo:
         compiler=_facts["compiler"],
         isas_built=tuple(native.isas_built()),
         isas_supported=tuple(native.isas_supported()),
-        isa=native.isa(),
+        isa=native.isa_in_use(),
         cuda_archs=tuple(_facts["cuda_archs"]),
         cuda_reason=_facts["cuda_reason"],
     )

@@ -43,7 +43,7 @@ PYBIND11_MODULE(_C, m) {
   }
   m.def("isas_built", [] { return isas(/*supported_only=*/false); });
   m.def("isas_supported", [] { return isas(/*supported_only=*/true); });
-  m.def("isa", [] { return std::string(cpu::backend().name); });
+  m.def("isa_in_use", [] { return std::string(cpu::backend().name); });
   m.def(
       "set_isa",
       [](const std::string& name) {
