@@ -26,7 +26,7 @@ def python(code: str, cwd: Path, **environment: str) -> subprocess.CompletedProc
 
 
 def import_error(cwd: Path, **environment: str) -> str:
-    """Returns the message of the one ImportError that `import paged_kv` in a fresh interpreter must end with."""
+    """Imports paged_kv afresh, in `cwd`; returns the message of the one ImportError that must end it."""
     child = python("import paged_kv", cwd, **environment)
     assert child.returncode == 1
     assert child.stderr.count("Traceback") == 1
