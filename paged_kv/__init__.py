@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from importlib import import_module
 
+from . import ops
 from .build_info import BuildInfo, build_info, set_isa
 from .errors import OutOfBlocksError, PagedKVError
 from .manager import Admission, AdmissionStatus, PagedKVCacheManager
@@ -16,6 +17,7 @@ __all__ = [
     "PagedKVCacheManager",
     "PagedKVError",
     "build_info",
+    "ops",
     "set_isa",
 ]
 

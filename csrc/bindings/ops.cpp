@@ -1,3 +1,49 @@
-#include <torch/library.h>
+// The schemas of torch.ops.paged_kv, and that no op has a backward.
+#include "bindings/ops.h"
 
-TORCH_LIBRARY(paged_kv, m) {}
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+
+#include <cstring>
+#include <string>
+
+namespace paged_kv::bindings {
+
+void define_ops(torch::Library& library) {
+  const char* const schemas[] = {
+      "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+      "Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
+      "reshape_and_cache_dynamic(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+      "Tensor slot_mapping, Tensor(c!) k_scale, Tensor(d!) v_scale) -> ()",
+      "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
+      "Tensor query_start_loc, SymInt max_query_len, SymInt max_seq_len, float scale, bool causal=True, int window=-1, "
+      "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None) "
+      "-> (Tensor out, Tensor lse)",
+      "paged_attention.out(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
+      "Tensor query_start_loc, SymInt max_query_len, SymInt max_seq_len, float scale, bool causal=True, int window=-1, "
+      "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, "
+      "*, "
+      "Tensor(a!) out, Tensor(b!) lse) -> ()",
+      "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()",
+      "swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()",
+      "gather_kv(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor? k_scale=None, "
+      "Tensor? v_scale=None) -> (Tensor key, Tensor value)",
+      "gather_kv.out(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor? k_scale=None, "
+      "Tensor? v_scale=None, *, Tensor(a!) key, Tensor(b!) value) -> ()",
+      "merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
+      "merge_attention_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, Tensor(a!) out, "
+      "Tensor(b!) lse) -> ()",
+  };
+  for (const char* schema : schemas) {
+    library.def(schema);
+    const std::string name(schema, std::strchr(schema, '('));
+    library.impl(name.c_str(),
+                 torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
+  }
+}
+
+void register_backend(torch::Library& library, const DeviceInterface& device) {
+  register_attention_ops(library, device);
+  register_cache_ops(library, device);
+}
+
+}  // namespace paged_kv::bindings
