@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import paged_kv
-from paged_kv import _C
+import paged_kv.ops
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class Backend:
 
     @contextmanager
     def active(self) -> Iterator["Backend"]:
-        before = _C.isa_in_use()
+        before = paged_kv.build_info().isa
         if self.isa is not None:
-            _C.set_isa(self.isa)
+            paged_kv.set_isa(self.isa)
         try:
             yield self
         finally:
-            _C.set_isa(before)
+            paged_kv.set_isa(before)
 
 
 def available_backends() -> list[Backend]:
-    return [Backend(f"cpu[{isa}]", isa=isa) for isa in _C.isas_supported()]
+    return [Backend(f"cpu[{isa}]", isa=isa) for isa in paged_kv.build_info().isas_supported]
 
 
 @pytest.fixture(params=available_backends(), ids=lambda backend: backend.name)

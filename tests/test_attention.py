@@ -1,0 +1,259 @@
+"""paged_attention against its float64 definition, with PyTorch's own error as the measure."""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf, nan
+
+import pytest
+import torch
+from cases import (
+    CORNER,
+    CORRECT,
+    FLOATS,
+    MIXED,
+    QUANTISED,
+    Case,
+    Inputs,
+    make_inputs,
+    pytorch_attention,
+    row_view,
+)
+from compare import assert_close, assert_same_bits, error_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paged_kv import reference
+
+GUARD = 12288.0  # exact in every dtype
+
+
+@dataclass
+class Expected:
+    """The float64 result of a case, and the largest errors that PyTorch makes in the case's dtype."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    out_error: float
+    lse_error: float
+
+
+@cache
+def expected(case: Case) -> Expected:
+    """The same for every backend."""
+    out, lse = reference.paged_attention(**make_inputs(case).args)
+    if case.broken:  # PyTorch would spread the NaN over rows that do not see them
+        whole = expected(replace(case, broken=""))
+        return Expected(out, lse, whole.out_error, whole.lse_error)
+    peer_out, peer_lse = pytorch_attention(make_inputs(case))
+    return Expected(
+        out, lse, error_of(peer_out, out, f"{case}: out"), error_of(peer_lse, lse, f"{case}: lse")
+    )
+
+
+def guarded_out(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Strided out and lse inside larger tensors full of GUARD."""
+    shape = (case.num_tokens, case.heads[0], case.head_dim)
+    out = row_view(shape, case.dtype, {"packed": "padded"}.get(case.query_layout, "packed"), GUARD, device)
+    lse = torch.full((case.heads[0] + 1, case.num_tokens + 1), GUARD, device=device)[1:, 1:].T
+    return out, lse
+
+
+def assert_guards_stand(view: torch.Tensor, what: str) -> None:
+    """Everything in the view's storage but the view itself still holds GUARD."""
+    storage = torch.empty(0, dtype=view.dtype, device=view.device).set_(view.untyped_storage())
+    inside = torch.zeros_like(storage, dtype=torch.bool)
+    inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
+    touched = ~inside & (storage != GUARD)
+    assert not touched.any(), (
+        f"{what}: {int(touched.sum())} elements written outside, first {int(touched.nonzero()[0])}"
+    )
+
+
+def check(case: Case, backend) -> None:
+    exact = expected(case)
+    out, lse = guarded_out(case, backend.device)
+    inputs = make_inputs(case, backend.device)
+    given = {name: t.clone() for name, t in inputs.args.items() if isinstance(t, torch.Tensor)}
+    backend.ops.paged_attention(**inputs.args, out=out, lse=lse)
+    assert_close(out, exact.out, exact.out_error, f"{case}: out")
+    assert_close(lse, exact.lse, exact.lse_error, f"{case}: lse")
+    assert_guards_stand(out, f"{case}: out")
+    assert_guards_stand(lse, f"{case}: lse")
+    for name, before in given.items():
+        assert_same_bits(inputs.args[name], before, f"{case}: argument {name}")
+
+
+@pytest.mark.parametrize("case", CORRECT, ids=repr)
+def test_correct(case: Case, backend) -> None:
+    check(case, backend)
+
+
+@pytest.mark.parametrize("case", CORNER, ids=repr)
+def test_corner(case: Case, backend) -> None:
+    check(case, backend)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_allocating_call_equals_out(dtype: torch.dtype, backend) -> None:
+    case = Case(dtype=dtype, head_dim=80)
+    out, lse = guarded_out(case, backend.device)
+    inputs = make_inputs(case, backend.device)
+    backend.ops.paged_attention(**inputs.args, out=out, lse=lse)
+    new_out, new_lse = backend.ops.paged_attention(**inputs.args)
+    assert new_out.is_contiguous() and new_lse.dtype == torch.float32
+    assert_same_bits(new_out, out, f"{case}: out")
+    assert_same_bits(new_lse, lse, f"{case}: lse")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_row_that_sees_no_key_gives_zero_and_minus_inf(dtype: torch.dtype, backend) -> None:
+    case = Case(dtype=dtype, seqs=((2, 0), (4, 2)), sinks=0.0)
+    out, lse = backend.ops.paged_attention(**make_inputs(case, backend.device).args)
+    sees_none = torch.tensor([True, True, True, True, False, False])
+    assert_same_bits(out[sees_none], torch.zeros(4, 4, 64, dtype=dtype), "out")
+    assert torch.equal(lse.cpu().isneginf().all(dim=1), sees_none)
+
+
+def test_blocks_before_the_window_are_never_read(backend) -> None:
+    """Their content may be anything, as after the block manager has given them to another sequence."""
+    case = Case(seqs=((1, 200), (5, 100)), window=20, block_size=8)
+    inputs = make_inputs(case, backend.device)
+    out, lse = backend.ops.paged_attention(**inputs.args)
+    tables = inputs.args["block_tables"]
+    tables[0, : (200 - 20) // 8] = tables[1, 0]
+    tables[1, : (100 - 5 - 20) // 8] = tables[1, 0]
+    assert_same_bits(backend.ops.paged_attention(**inputs.args)[0], out, "out")
+    assert_same_bits(backend.ops.paged_attention(**inputs.args)[1], lse, "lse")
+
+
+def test_two_sequences_may_share_blocks(backend) -> None:
+    case = Case(seqs=((1, 45), (1, 45)), dtype=torch.float32)
+    inputs = make_inputs(case, backend.device)
+    inputs.args["block_tables"][1] = inputs.args["block_tables"][0]
+    inputs.args["query"][1] = inputs.args["query"][0]
+    out, lse = backend.ops.paged_attention(**inputs.args)
+    assert_same_bits(out[1], out[0], "out")
+    assert_same_bits(lse[1], lse[0], "lse")
+
+
+def test_offsets_beyond_32_bits(backend) -> None:
+    """The used blocks lie beyond element 2**31 of a cache whose other pages are never touched."""
+    case = Case(seqs=((1, 40), (3, 17)), cache_dtype=torch.int8, heads=(2, 1), cache_layout="hnd")
+    inputs = make_inputs(case, backend.device)
+    exact = expected(case)
+    num_blocks, heads, block_size, head_dim = inputs.args["key_cache"].shape
+    bytes_per_block = heads * block_size * head_dim
+    first = 2**31 // bytes_per_block
+    far = {}
+    for name in ("key_cache", "value_cache"):
+        shape = (first + num_blocks, heads, block_size, head_dim)
+        far[name] = torch.empty(shape, dtype=torch.int8, device=backend.device)
+        far[name][first:] = inputs.args[name]
+    tables = inputs.args["block_tables"]
+    args = (
+        inputs.args
+        | far
+        | {"block_tables": torch.where((tables >= 0) & (tables < num_blocks), tables + first, -7)}
+    )
+    assert_close(backend.ops.paged_attention(**args)[0], exact.out, exact.out_error, "out")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_larger_bounds_change_nothing(dtype: torch.dtype, backend) -> None:
+    inputs = make_inputs(Case(dtype=dtype, block_size=8), backend.device)
+    out, lse = backend.ops.paged_attention(**inputs.args)
+    bounds = {"max_query_len": 1000, "max_seq_len": inputs.args["block_tables"].shape[1] * 8}
+    again_out, again_lse = backend.ops.paged_attention(**inputs.args | bounds)
+    assert_same_bits(again_out, out, "out")
+    assert_same_bits(again_lse, lse, "lse")
+
+
+@pytest.mark.parametrize("where", ["key_cache", "value_cache"])
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_a_bad_token_reaches_only_rows_that_see_it(where: str, bad: float, backend) -> None:
+    """Row i of a causal prefill sees tokens 0..i: rows before the bad token must not notice it, in any bit."""
+    case = Case(seqs=((40, 40),), heads=(2, 2), block_size=16)
+    inputs = make_inputs(case, backend.device)
+    out, lse = backend.ops.paged_attention(**inputs.args)
+    token = 21
+    block = int(inputs.args["block_tables"][0, token // 16])
+    inputs.args[where][block, :, token % 16] = bad
+    bad_out, bad_lse = backend.ops.paged_attention(**inputs.args)
+    assert_same_bits(bad_out[:token], out[:token], "out before the token")
+    assert_same_bits(bad_lse[:token], lse[:token], "lse before the token")
+    if where == "value_cache":
+        expected_out = torch.full_like(bad_out[token:], bad)
+        assert torch.equal(bad_out[token:].isnan(), expected_out.isnan())
+        assert torch.equal(bad_out[token:] == bad, expected_out == bad)
+        assert_same_bits(bad_lse, lse, "lse")
+    elif bad != bad:
+        assert bad_out[token:].isnan().all() and bad_lse[token:].isnan().all()
+
+
+# Random cases. Sequences are short, so that a failing one shrinks to something readable.
+
+
+@st.composite
+def random_cases(draw: st.DrawFn) -> Case:
+    dtype = draw(st.sampled_from(FLOATS))
+    cache_dtype = draw(st.sampled_from((None, *QUANTISED)))
+    scales = ("none", "tensor", "head", "token") if cache_dtype else ("none",)
+    num_kv_heads = draw(st.integers(1, 3))
+    lens = draw(st.lists(st.tuples(st.integers(0, 6) | st.integers(0, 70), st.integers(0, 90)), max_size=5))
+    return Case(
+        seqs=tuple((min(query_len, seq_len + 1), seq_len) for query_len, seq_len in lens),
+        heads=(num_kv_heads * draw(st.integers(1, 9)), num_kv_heads),
+        head_dim=draw(st.integers(1, 256)),
+        block_size=draw(st.integers(1, 40) | st.sampled_from((64, 100, 1024))),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        k_scale=draw(st.sampled_from(scales)),
+        v_scale=draw(st.sampled_from(scales)),
+        causal=draw(st.booleans()),
+        window=draw(st.just(-1) | st.integers(1, 100)),
+        softcap=draw(st.sampled_from((0.0, 0.0, 3.0, 50.0))),
+        alibi=draw(st.booleans()),
+        sinks=draw(st.sampled_from((None, None, 0.0, 5.0))),
+        cache_layout=draw(st.sampled_from(("nhd", "hnd", "interleaved", "head_major", "padded"))),
+        query_layout=draw(st.sampled_from(("packed", "fused", "head_first", "padded"))),
+    )
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(case=random_cases())
+def test_random_cases(case: Case, backend) -> None:
+    check(case, backend)
+
+
+def test_the_measure_notices_a_fault() -> None:
+    """The comparison itself: results that are slightly wrong in one place fail, with the place in the message."""
+    exact = expected(Case())
+    assert_close(exact.out.float(), exact.out, exact.out_error, "out")
+    for index, wrong in (((3, 1, 5), 1e-5), ((0, 0, 0), nan), ((20, 3, 63), inf)):
+        out = exact.out.float()
+        out[index] += wrong
+        with pytest.raises(AssertionError, match=re.escape(f"1 of {out.numel()} elements; worst at {index}")):
+            assert_close(out, exact.out, exact.out_error, "out")
+    lse = exact.lse.float()
+    lse[0, 0] = -inf
+    with pytest.raises(AssertionError, match="inf and NaN differ"):
+        assert_close(lse, exact.lse, exact.lse_error, "lse")
+    with pytest.raises(AssertionError, match="is the test right"):
+        error_of(exact.out.float() + 0.1, exact.out, "a wrong reference")
+
+
+def test_cases_differ_and_cover_what_they_claim() -> None:
+    """Two rows with one id would hide one another, and inputs without poison would prove nothing."""
+    ids = [repr(case) for case in CORRECT] + [repr(case) for case in CORNER]
+    assert len(ids) == len(set(ids))
+    inputs: Inputs = make_inputs(replace(Case(), k_scale="none"))
+    cache = inputs.args["key_cache"]
+    assert torch.equal(~cache[:, 0, :, 0].isnan(), inputs.used)
+    assert inputs.used.sum() == sum(seq_len for query_len, seq_len in MIXED if query_len)
