@@ -167,10 +167,9 @@ void copy_blocks(const DeviceInterface& device, at::TensorList key_caches, at::T
   checks.written_apart(caches, {mapping});
 
   // shape
-  for (const Arg& cache : caches) {
-    checks.blocked_shape(cache, caches[0]->dim() ? caches[0]->size(0) : 0);
-  }
-  checks.shape(mapping, {block_mapping.dim() ? block_mapping.size(0) : 0, 2}, "[K, 2]");
+  for (const Arg& cache : caches) checks.blocked_shape(cache, caches[0]);
+  checks.dims(mapping, 2, "[K, 2]");
+  checks.shape(mapping, {block_mapping.size(0), 2}, "[K, 2]");
   std::vector<BlockedBytes> blocks;
   blocks.reserve(caches.size());
   for (const Arg& cache : caches) {
@@ -209,11 +208,12 @@ void swap_blocks(const DeviceInterface& device, const Tensor& src, const Tensor&
   checks.written_apart({destination}, {source, mapping});
 
   // shape
-  for (const Arg& arg : {source, destination}) checks.blocked_shape(arg, arg->dim() ? arg->size(0) : 0);
+  for (const Arg& arg : {source, destination}) checks.blocked_shape(arg, arg);
   if (src.sizes().slice(1) != dst.sizes().slice(1)) {
     checks.fail("dst", c10::str("blocks of src's shape, ", src.sizes().slice(1)), c10::str(dst.sizes().slice(1)));
   }
-  checks.shape(mapping, {block_mapping.dim() ? block_mapping.size(0) : 0, 2}, "[K, 2]");
+  checks.dims(mapping, 2, "[K, 2]");
+  checks.shape(mapping, {block_mapping.size(0), 2}, "[K, 2]");
   const auto blocks = blocked_bytes<2>(checks, {source, destination});
 
   // range

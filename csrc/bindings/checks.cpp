@@ -149,9 +149,11 @@ void Checks::shape(Arg arg, at::IntArrayRef expected, const char* symbols) const
   }
 }
 
-void Checks::blocked_shape(Arg arg, int64_t num_blocks) const {
-  if (arg->dim() == 0 || arg->size(0) != num_blocks) {
-    fail(arg.label(), c10::str("a first dimension of N = ", num_blocks, " blocks"), c10::str("shape ", arg->sizes()));
+void Checks::blocked_shape(Arg arg, Arg other) const {
+  if (arg->dim() == 0) fail(arg.label(), "a first dimension of N blocks", c10::str("shape ", arg->sizes()));
+  if (arg->size(0) != other->size(0)) {
+    fail(arg.label(), c10::str("a first dimension of N = ", other->size(0), " blocks, as ", other.label()),
+         c10::str("shape ", arg->sizes()));
   }
 }
 

@@ -55,8 +55,8 @@ class Checks {
   // shape; `symbols` names the sizes in the error, such as "[S + 1]"
   void dims(Arg arg, int64_t count, const char* symbols) const;
   void shape(Arg arg, at::IntArrayRef expected, const char* symbols) const;
-  // First dimension num_blocks, of any number that follow.
-  void blocked_shape(Arg arg, int64_t num_blocks) const;
+  // [N, ...], with as many blocks as `other` has.
+  void blocked_shape(Arg arg, Arg other) const;
   void cache_shape(Arg cache) const;             // [N, Hkv, B, D]: Hkv >= 1, 1 <= B <= 1024, 1 <= D <= 256
   void scale_shape(Arg scale, Arg cache) const;  // [1], [Hkv] or [N, Hkv, B]
 
