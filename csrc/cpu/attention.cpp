@@ -1,7 +1,183 @@
+// paged_attention on the CPU: plans the batch, and lets threads pull its items of work. attention_decode.h and
+// attention_prefill.h do the work, attention_plan.h says how it is cut.
+#include <memory>
+
+#include "cpu/attention_decode.h"
+#include "cpu/attention_plan.h"
+#include "cpu/attention_prefill.h"
 #include "cpu/kernels.h"
 
 namespace paged_kv::cpu::PAGED_KV_ISA {
+namespace {
 
-Error paged_attention(const AttentionParams&, const Context&) { return "paged_attention has no CPU kernel yet"; }
+// Multiply-adds that are worth another thread: some 10 us, where starting one takes 2 to 5.
+constexpr int64_t kWorkPerThread = 1 << 20;
+
+struct Plan {
+  SequencePlan* sequences;  // [num_seqs]
+  WorkItem* items;          // [num_items]
+  int64_t num_items = 0, num_partials = 0, num_counts = 0;
+  int64_t decode_rows = 0, decode_all_rows = 0;  // most rows of a head, and of all heads of an item
+  int64_t prefill_rows = 0;                      // most rows of an item
+  int64_t work = 0;                              // multiply-adds of both products
+};
+
+// Cuts every sequence; fills in all but the items, which `num_items` only counts.
+void plan_sequences(const AttentionParams& p, int num_threads, Plan& plan) {
+  const int64_t group = p.num_q_heads / p.num_kv_heads;
+  int64_t decode_parts = 0;
+  for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
+    plan.sequences[seq] = plan_sequence(p, seq);
+    const SequencePlan& sequence = plan.sequences[seq];
+    if (sequence.is_decode) decode_parts += sequence.num_parts;
+    if (sequence.num_parts > 0) {
+      const KeyRange keys = sequence.view.visible_keys(p, 0, sequence.view.query_len);
+      plan.work +=
+          2 * std::max<int64_t>(0, keys.end - keys.begin) * sequence.view.query_len * p.num_q_heads * p.head_dim;
+    }
+  }
+  // All heads of a split in one item read whole blocks in order, but a few items would leave threads idle.
+  int64_t heads = heads_are_neighbours(p.key_cache) ? p.num_kv_heads : 1;
+  heads = std::clamp<int64_t>(decode_parts * p.num_kv_heads / (kItemsPerThread * num_threads), 1, heads);
+  for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
+    SequencePlan& sequence = plan.sequences[seq];
+    if (sequence.num_parts == 0) continue;
+    if (sequence.is_decode) {
+      const int64_t rows = sequence.view.query_len * group;
+      sequence.heads_per_item = num_threads == 1 && heads_are_neighbours(p.key_cache) ? p.num_kv_heads : heads;
+      plan.decode_rows = std::max(plan.decode_rows, padded_rows(rows));
+      plan.decode_all_rows = std::max(plan.decode_all_rows, padded_rows(rows) * sequence.heads_per_item);
+    } else {
+      const int64_t rows = std::min(sequence.view.query_len, tokens_per_tile(p)) * group;
+      plan.prefill_rows = std::max(plan.prefill_rows, round_up(rows, kBlockRows));
+    }
+    const int64_t head_groups = (p.num_kv_heads + sequence.heads_per_item - 1) / sequence.heads_per_item;
+    if (sequence.is_decode && sequence.num_parts > 1) {
+      sequence.first_partial = plan.num_partials;
+      sequence.first_count = plan.num_counts;
+      plan.num_partials += sequence.num_parts * p.num_kv_heads * sequence.view.query_len * group;
+      plan.num_counts += head_groups;
+    }
+    plan.num_items += sequence.num_parts * head_groups;
+  }
+}
+
+// Long items first, so that threads end together: prefill before decode, and its late tiles, which see most keys,
+// first.
+void plan_items(const AttentionParams& p, Plan& plan) {
+  WorkItem* item = plan.items;
+  auto add_heads = [&](int64_t seq, int64_t part, int64_t heads_per_item) {
+    for (int64_t head = 0; head < p.num_kv_heads; head += heads_per_item) {
+      *item++ = {seq, part, head, std::min(head + heads_per_item, p.num_kv_heads)};
+    }
+  };
+  for (const bool decode : {false, true}) {
+    for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
+      const SequencePlan& sequence = plan.sequences[seq];
+      if (sequence.is_decode != decode) continue;
+      for (int64_t i = 0; i < sequence.num_parts; ++i) {
+        add_heads(seq, decode ? sequence.first_part + i : sequence.num_parts - 1 - i, sequence.heads_per_item);
+      }
+    }
+  }
+}
+
+// All that the threads share.
+template <class P>
+struct Job {
+  const AttentionParams& params;
+  const Plan& plan;
+  Workspace workspace;
+  char* scratch;  // of all workers
+  size_t scratch_size;
+  std::atomic<int64_t> next_item{0};
+};
+
+template <class P>
+struct WorkerScratch {
+  DecodeScratch<P> decode;
+  PrefillScratch<P> prefill;
+
+  WorkerScratch(Arena& arena, const AttentionParams& p, const Plan& plan)
+      : decode(arena, plan.decode_all_rows, plan.decode_rows, round_up(p.head_dim, kChunk)),
+        prefill(arena, plan.prefill_rows, plan.prefill_rows == 0 ? 0 : round_up(p.head_dim, kChunk)) {}
+};
+
+template <class P>
+void work(Job<P>& job, int64_t worker) {
+  const AttentionParams& p = job.params;
+  Arena arena(job.scratch + worker * job.scratch_size);
+  WorkerScratch<P> scratch(arena, p, job.plan);
+  for (;;) {
+    const int64_t i = job.next_item.fetch_add(1, std::memory_order_relaxed);
+    if (i >= job.plan.num_items) return;
+    const WorkItem& item = job.plan.items[i];
+    const SequencePlan& sequence = job.plan.sequences[item.seq];
+    if (sequence.is_decode) {
+      decode_item<P>(p, sequence, item, job.workspace, scratch.decode);
+    } else {
+      prefill_item<P>(p, sequence, item, scratch.prefill);
+    }
+  }
+}
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+using Memory = std::unique_ptr<void, Free>;
+
+Memory allocate(size_t size) { return Memory(std::aligned_alloc(Arena::kAlignment, size)); }
+
+template <class P>
+Error run(const AttentionParams& p, const Context& context) {
+  constexpr Error kOutOfMemory = "paged_attention: out of memory for its workspace";
+  Plan plan;
+  Arena plan_size(nullptr);
+  plan_size.take<SequencePlan>(p.num_seqs);
+  const Memory plan_memory = allocate(plan_size.used());
+  if (!plan_memory) return kOutOfMemory;
+  plan.sequences = Arena(plan_memory.get()).take<SequencePlan>(p.num_seqs);
+  plan_sequences(p, context.num_threads, plan);
+  if (plan.num_items == 0) return nullptr;
+
+  const int64_t workers =
+      std::clamp<int64_t>(plan.work / kWorkPerThread, 1, std::min<int64_t>(context.num_threads, plan.num_items));
+  Arena scratch_size(nullptr);
+  WorkerScratch<P>(scratch_size, p, plan);
+  Workspace workspace{};
+  char* scratch = nullptr;
+  auto lay_out = [&](Arena arena) {
+    plan.items = arena.take<WorkItem>(plan.num_items);
+    workspace.states = arena.take<SoftmaxState>(plan.num_partials);
+    workspace.values = arena.take<float>(plan.num_partials * round_up(p.head_dim, kChunk));
+    workspace.counts = arena.take<std::atomic<int32_t>>(plan.num_counts);
+    scratch = arena.take<char>(workers * static_cast<int64_t>(scratch_size.used()));
+    return arena.used();
+  };
+  const Memory memory = allocate(lay_out(Arena(nullptr)));
+  if (!memory) return kOutOfMemory;
+  lay_out(Arena(memory.get()));
+  plan_items(p, plan);
+  for (int64_t i = 0; i < plan.num_counts; ++i) new (workspace.counts + i) std::atomic<int32_t>(0);
+
+  Job<P> job{p, plan, workspace, scratch, scratch_size.used()};
+  if (workers == 1) {
+    work(job, 0);
+  } else {
+    context.parallel_for(
+        workers, 1,
+        [](void* arg, int64_t begin, int64_t end) {
+          for (int64_t worker = begin; worker < end; ++worker) work(*static_cast<Job<P>*>(arg), worker);
+        },
+        &job);
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+Error paged_attention(const AttentionParams& p, const Context& context) {
+  return dispatch_cache(p.key_cache.dtype, [&](auto dtype) { return run<ProductsFor<Element<dtype()>>>(p, context); });
+}
 
 }  // namespace paged_kv::cpu::PAGED_KV_ISA

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -86,23 +87,12 @@ namespace detail {
 // Copies fewer than kLimit bytes, a power of two, without a call and without touching a byte more.
 template <int kLimit>
 PAGED_KV_INLINE void copy_some(void* to, const void* from, int bytes) {
-  char* out = static_cast<char*>(to);
-  const char* in = static_cast<const char*>(from);
-  auto piece = [&](auto size) {
-    if constexpr (size() < kLimit) {
-      if (bytes & size()) {
-        std::memcpy(out, in, size());
-        out += size();
-        in += size();
-      }
-    }
-  };
-  piece(std::integral_constant<int, 32>{});
-  piece(std::integral_constant<int, 16>{});
-  piece(std::integral_constant<int, 8>{});
-  piece(std::integral_constant<int, 4>{});
-  piece(std::integral_constant<int, 2>{});
-  piece(std::integral_constant<int, 1>{});
+  if constexpr (kLimit > 1) {
+    constexpr int kPiece = kLimit / 2;
+    if (bytes & kPiece) std::memcpy(to, from, kPiece);
+    const int done = bytes & kPiece;
+    copy_some<kPiece>(static_cast<char*>(to) + done, static_cast<const char*>(from) + done, bytes - done);
+  }
 }
 
 // The first `count` elements of V at p, zero in the other lanes.
@@ -348,22 +338,38 @@ PAGED_KV_INLINE Vec sum_each(const Vec (&v)[kWidth]) {
 #endif
 }
 
-PAGED_KV_INLINE float reduce_add(Vec v) {
-  float lanes[kWidth];
-  std::memcpy(lanes, &v, sizeof(v));
-  for (int half = kWidth / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
+namespace detail {
+
+// Lane i of the result is lane i ^ kBit of v.
+template <int kBit, int... kLanes>
+PAGED_KV_INLINE Vec exchange(Vec v, std::integer_sequence<int, kLanes...>) {
+  return __builtin_shufflevector(v, v, (kLanes ^ kBit)...);
 }
 
-// The largest lane; NaN lanes are passed over where another is not NaN.
+template <int kBit = kWidth / 2, class F>
+PAGED_KV_INLINE Vec fold(Vec v, F f) {
+  if constexpr (kBit == 0) {
+    return v;
+  } else {
+    return fold<kBit / 2>(f(v, exchange<kBit>(v, std::make_integer_sequence<int, kWidth>{})), f);
+  }
+}
+
+}  // namespace detail
+
+PAGED_KV_INLINE float reduce_add(Vec v) {
+  return detail::fold(v, [](Vec a, Vec b) __attribute__((always_inline)) { return a + b; })[0];
+}
+
+// The largest lane; no lane may be NaN.
 PAGED_KV_INLINE float reduce_max(Vec v) {
-  float lanes[kWidth];
-  std::memcpy(lanes, &v, sizeof(v));
-  float largest = -kInfinity;
-  for (float lane : lanes) largest = lane > largest ? lane : largest;
-  return largest;
+  return detail::fold(v, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); })[0];
+}
+
+// Whether any lane of a comparison's result holds.
+PAGED_KV_INLINE bool any(IntVec mask) {
+  auto either = [](Vec a, Vec b) __attribute__((always_inline)) { return from_bits(bits_of(a) | bits_of(b)); };
+  return bits_of(detail::fold(reinterpret_cast<Vec>(mask), either))[0] != 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------

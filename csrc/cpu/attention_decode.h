@@ -1,0 +1,301 @@
+// Attention of a few rows over one split of a sequence's keys: decode, and the check of a few drafted tokens. The limit
+// is memory, so each key and value is read from memory once, and converted once for up to four rows: scores of a few
+// tokens times up to four rows, and output chunks of up to four rows, are kept in registers.
+#pragma once
+
+#include "cpu/attention_plan.h"
+#include "cpu/attention_tile.h"
+
+namespace paged_kv::cpu::PAGED_KV_ISA {
+
+// Sums that stay in registers: half of them, so that as many are left for operands.
+inline constexpr int kSums = kWidth == 16 ? 16 : 8;
+
+template <class P>
+struct DecodeScratch {
+  using Operand = typename P::Operand;
+
+  Operand* query;            // [heads of the item][rows][padded_dim]
+  float* values;             // [heads of the item][rows][padded_dim], in lane order
+  SoftmaxState* states;      // [heads of the item][rows]
+  float* scores;             // [rows][kTile]
+  Operand* weights;          // [rows][kTile]
+  float* factors;            // [rows]
+  KeyRange* keys;            // [rows]
+  float *k_scale, *v_scale;  // [kTile]
+  TokenOffsets<kTile>* offsets;
+
+  // rows = padded_rows(...), summed over the heads of an item in `all_rows`.
+  DecodeScratch(Arena& arena, int64_t all_rows, int64_t rows, int64_t padded_dim)
+      : query(arena.take<Operand>(all_rows * padded_dim)),
+        values(arena.take<float>(all_rows * padded_dim)),
+        states(arena.take<SoftmaxState>(all_rows)),
+        scores(arena.take<float>(rows * kTile)),
+        weights(arena.take<Operand>(rows * kTile)),
+        factors(arena.take<float>(rows)),
+        keys(arena.take<KeyRange>(rows)),
+        k_scale(arena.take<float>(kTile)),
+        v_scale(arena.take<float>(kTile)),
+        offsets(arena.take<TokenOffsets<kTile>>(1)) {}
+};
+
+// scores[r][t] = query row r . key t for kRows rows and `count` tokens of a tile; the scores of up to kSums - 1 more
+// tokens are written, too.
+template <class P, int kRows>
+void score_rows(const typename P::Operand* query, int64_t padded_dim, int64_t head_dim,
+                const typename P::Element* key_head, const int64_t* offsets, int count, float* scores) {
+  constexpr int kTokens = kSums / kRows;
+  for (int t = 0; t < count; t += kTokens) {
+    const typename P::Element* key[kTokens];
+    for (int i = 0; i < kTokens; ++i) key[i] = key_head + offsets[t + i];
+    Vec sums[kSums]{};  // [kRows][kTokens]
+    auto add_chunk = [&](int64_t d, int chunk) __attribute__((always_inline)) {
+      typename P::Key chunks[kTokens];
+      for (int i = 0; i < kTokens; ++i) chunks[i] = P::load_key(key[i] + d, chunk);
+      for (int r = 0; r < kRows; ++r) {
+        for (int i = 0; i < kTokens; ++i) P::add_score(sums[r * kTokens + i], chunks[i], query + r * padded_dim + d);
+      }
+    };
+    int64_t d = 0;
+    for (; d + kChunk <= head_dim; d += kChunk) add_chunk(d, kChunk);
+    if (d < head_dim) add_chunk(d, static_cast<int>(head_dim - d));
+    float totals[kSums];
+    for (int i = 0; i < kSums; i += kWidth) store(totals + i, sum_each(reinterpret_cast<Vec(&)[kWidth]>(sums[i])));
+    for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kTile + t, totals + r * kTokens, kTokens * sizeof(float));
+  }
+}
+
+// values[r][d..] = values[r][d..] * factors[r] + weights[r] . value[d..] over the tokens [begin, end), for kRows rows
+// and kChunks chunks of d, the last of `chunk` elements.
+template <class P, int kRows, int kChunks>
+PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const float* factors,
+                                      const typename P::Operand* weights, const typename P::Element* value_head,
+                                      const int64_t* offsets, int begin, int end, int64_t d, int chunk) {
+  Chunk sums[kRows][kChunks];
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kChunks; ++c) {
+      const float* old = values + r * padded_dim + d + c * kChunk;
+      sums[r][c] = {load(old) * factors[r], load(old + kWidth) * factors[r]};
+    }
+  }
+  auto add_step = [&](int t, auto load_values, auto load_operand) __attribute__((always_inline)) {
+    typename P::Value value[kChunks];
+    for (int c = 0; c < kChunks; ++c) value[c] = load_values(d + c * kChunk);
+    for (int r = 0; r < kRows; ++r) {
+      const auto weight = load_operand(weights + r * kTile + t);
+      for (int c = 0; c < kChunks; ++c) P::add_value(sums[r][c], value[c], weight);
+    }
+  };
+  if constexpr (P::kPair == 1) {
+    for (int t = begin; t < end; ++t) {
+      const auto* row = value_head + offsets[t];
+      add_step(t, [&](int64_t at) { return P::load_value(row + at, chunk); }, P::load_operand);
+    }
+  } else {
+    int t = begin;
+    for (; t + 1 < end; t += 2) {
+      const auto *first = value_head + offsets[t], *second = value_head + offsets[t + 1];
+      add_step(t, [&](int64_t at) { return P::load_values(first + at, second + at, chunk); }, P::load_operand);
+    }
+    if (t < end) {
+      const auto* row = value_head + offsets[t];
+      add_step(t, [&](int64_t at) { return P::load_value(row + at, chunk); }, P::load_last_operand);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kChunks; ++c) {
+      store(values + r * padded_dim + d + c * kChunk, sums[r][c].low);
+      store(values + r * padded_dim + d + c * kChunk + kWidth, sums[r][c].high);
+    }
+  }
+}
+
+template <class P, int kRows>
+void add_values(float* values, int64_t padded_dim, int64_t head_dim, const float* factors,
+                const typename P::Operand* weights, const typename P::Element* value_head, const int64_t* offsets,
+                int begin, int end) {
+  constexpr int kChunks = kSums / 2 / kRows;
+  int64_t d = 0;
+  for (; d + kChunks * kChunk <= head_dim; d += kChunks * kChunk) {
+    add_value_chunks<P, kRows, kChunks>(values, padded_dim, factors, weights, value_head, offsets, begin, end, d,
+                                        kChunk);
+  }
+  for (; d + kChunk <= head_dim; d += kChunk) {
+    add_value_chunks<P, kRows, 1>(values, padded_dim, factors, weights, value_head, offsets, begin, end, d, kChunk);
+  }
+  if (d < head_dim) {
+    add_value_chunks<P, kRows, 1>(values, padded_dim, factors, weights, value_head, offsets, begin, end, d,
+                                  static_cast<int>(head_dim - d));
+  }
+}
+
+// Calls f(std::integral_constant<int, kRows>, first row) for rows in fours, and a pair and a single row at the end;
+// three left over are taken as four, the last of them without meaning.
+template <class F>
+void for_row_groups(int64_t rows, F f) {
+  int64_t r = 0;
+  for (; rows - r >= 3; r += 4) f(std::integral_constant<int, 4>{}, r);
+  if (rows - r == 2) f(std::integral_constant<int, 2>{}, r);
+  if (rows - r == 1) f(std::integral_constant<int, 1>{}, r);
+}
+
+inline int64_t padded_rows(int64_t rows) { return rows % 4 == 3 ? rows + 1 : rows; }
+
+// One tile of one head: scores, weights, values.
+template <class P>
+void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t head, int64_t head_in_item,
+                 const KeyRange& tile, DecodeScratch<P>& scratch) {
+  using Element = typename P::Element;
+  const int64_t group = p.num_q_heads / p.num_kv_heads, rows = view.query_len * group;
+  const int64_t padded_dim = round_up(p.head_dim, kChunk), first_row = head_in_item * padded_rows(rows);
+  const int count = static_cast<int>(tile.end - tile.begin);
+  const auto* query = scratch.query + first_row * padded_dim;
+  float* values = scratch.values + first_row * padded_dim;
+
+  const Element* key_head = head_base<Element>(p.key_cache, head);
+  for_row_groups(rows, [&](auto kRows, int64_t r) {
+    score_rows<P, kRows()>(query + r * padded_dim, padded_dim, p.head_dim, key_head, scratch.offsets->key, count,
+                           scratch.scores + r * kTile);
+  });
+
+  ScoreRule rule{p.scale * head_scale(p.k_scale, head), p.softcap, 0.0f, nullptr, nullptr};
+  if (varies_by_token(p.k_scale)) {
+    gather_scales(p.k_scale, scratch.offsets->k_scale, count, head, scratch.k_scale);
+    rule.k_scale = scratch.k_scale;
+  }
+  if (varies_by_token(p.v_scale)) {
+    gather_scales(p.v_scale, scratch.offsets->v_scale, count, head, scratch.v_scale);
+    rule.v_scale = scratch.v_scale;
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t token = r / group;
+    const KeyRange seen = view.visible_keys(p, token).within(tile);
+    scratch.keys[r] = {seen.begin - tile.begin, seen.end - tile.begin};
+    if (seen.empty()) continue;
+    if (p.alibi_slopes != nullptr) rule.slope = p.alibi_slopes[head * group + r % group];
+    scratch.factors[r] =
+        softmax_tile<P>(scratch.states[first_row + r], scratch.scores + r * kTile, scratch.weights + r * kTile,
+                        scratch.keys[r], static_cast<float>(tile.begin - view.position(token)), rule);
+  }
+
+  const Element* value_head = head_base<Element>(p.value_cache, head);
+  auto add = [&](auto kRows, int64_t r) {
+    const KeyRange keys = scratch.keys[r];
+    if (keys.empty()) return;
+    add_values<P, kRows()>(values + r * padded_dim, padded_dim, p.head_dim, scratch.factors + r,
+                           scratch.weights + r * kTile, value_head, scratch.offsets->value,
+                           static_cast<int>(keys.begin), static_cast<int>(keys.end));
+  };
+  for_row_groups(rows, [&](auto kRows, int64_t r) {
+    const int64_t last = std::min<int64_t>(r + kRows(), rows);
+    const bool alike = std::all_of(scratch.keys + r, scratch.keys + last,
+                                   [&](const KeyRange& keys) { return keys == scratch.keys[r]; });
+    if (alike) return add(kRows, r);
+    // A value that a row does not see must not be multiplied, not even by zero: it may be NaN.
+    for (int64_t row = r; row < last; ++row) add(std::integral_constant<int, 1>{}, row);
+  });
+}
+
+// The heads [item.head_begin, item.head_end) over split item.part. Leaves states and values in scratch.
+template <class P>
+void decode_split(const AttentionParams& p, const SequencePlan& plan, const WorkItem& item, DecodeScratch<P>& scratch) {
+  const SequenceView& view = plan.view;
+  const int64_t group = p.num_q_heads / p.num_kv_heads, rows = view.query_len * group;
+  const int64_t padded_dim = round_up(p.head_dim, kChunk), heads = item.head_end - item.head_begin;
+  for (int64_t h = 0; h < heads; ++h) {
+    const int64_t first_row = h * padded_rows(rows);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t q_head = (item.head_begin + h) * group + r % group;
+      P::load_query(query_row(p, view.query_begin + r / group, q_head), p.query.dtype, p.head_dim,
+                    scratch.query + (first_row + r) * padded_dim);
+    }
+  }
+  const int64_t all_rows = heads * padded_rows(rows);
+  std::fill_n(scratch.values, all_rows * padded_dim, 0.0f);
+  std::fill_n(scratch.states, all_rows, SoftmaxState{});
+
+  const KeyRange split{item.part * kSplit, (item.part + 1) * kSplit};
+  const KeyRange keys = view.visible_keys(p, 0, view.query_len).within(split);
+  const PageTable table(p, view.seq);
+  // Heads run inside tiles: the heads of a block are neighbours in memory, unless the plan gave this item one head.
+  for (int64_t first = keys.begin; first < keys.end;) {
+    const KeyRange tile{first, std::min(keys.end, (first / kTile + 1) * kTile)};
+    table.locate(tile.begin, static_cast<int>(tile.end - tile.begin), kSums, *scratch.offsets);
+    for (int64_t h = 0; h < heads; ++h) decode_tile<P>(p, view, item.head_begin + h, h, tile, scratch);
+    first = tile.end;
+  }
+}
+
+// Where the splits of a sequence leave their results until the last one merges them.
+template <class P>
+class PartialStates {
+ public:
+  PartialStates(const AttentionParams& p, const SequencePlan& plan, const Workspace& workspace)
+      : states_(workspace.states + plan.first_partial),
+        padded_dim_(round_up(p.head_dim, kChunk)),
+        values_(workspace.values + plan.first_partial * padded_dim_),
+        rows_(plan.view.query_len * (p.num_q_heads / p.num_kv_heads)),
+        heads_(p.num_kv_heads) {}
+
+  SoftmaxState& state(int64_t split, int64_t head, int64_t row) const { return states_[index(split, head, row)]; }
+  float* values(int64_t split, int64_t head, int64_t row) const {
+    return values_ + index(split, head, row) * padded_dim_;
+  }
+
+ private:
+  int64_t index(int64_t split, int64_t head, int64_t row) const { return (split * heads_ + head) * rows_ + row; }
+
+  SoftmaxState* states_;  // [splits][num_kv_heads][rows]
+  int64_t padded_dim_;
+  float* values_;  // [splits][num_kv_heads][rows][padded_dim]
+  int64_t rows_, heads_;
+};
+
+// One item of work: a split, and where it is the sequence's last to end, the output of its heads.
+template <class P>
+void decode_item(const AttentionParams& p, const SequencePlan& plan, const WorkItem& item, const Workspace& workspace,
+                 DecodeScratch<P>& scratch) {
+  decode_split<P>(p, plan, item, scratch);
+
+  const SequenceView& view = plan.view;
+  const int64_t group = p.num_q_heads / p.num_kv_heads, rows = view.query_len * group;
+  const int64_t padded_dim = round_up(p.head_dim, kChunk);
+  const PartialStates<P> partial(p, plan, workspace);
+  auto for_each_row = [&](auto f) {
+    for (int64_t head = item.head_begin; head < item.head_end; ++head) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t index = (head - item.head_begin) * padded_rows(rows) + r;
+        f(head, r, scratch.states[index], scratch.values + index * padded_dim);
+      }
+    }
+  };
+
+  if (plan.num_parts > 1) {
+    const int64_t split = item.part - plan.first_part;
+    for_each_row([&](int64_t head, int64_t r, const SoftmaxState& state, const float* values) {
+      partial.state(split, head, r) = state;
+      std::copy_n(values, padded_dim, partial.values(split, head, r));
+    });
+    if (!workspace.is_last(plan, item)) return;
+    // In the order of the splits, whoever ended last, so that the bits do not depend on it.
+    for_each_row([&](int64_t head, int64_t r, SoftmaxState& state, float* values) {
+      state = partial.state(0, head, r);
+      std::copy_n(partial.values(0, head, r), padded_dim, values);
+      for (int64_t i = 1; i < plan.num_parts; ++i) {
+        float mine, theirs;
+        state.merge(partial.state(i, head, r), mine, theirs);
+        const float* other = partial.values(i, head, r);
+        for (int64_t d = 0; d < padded_dim; d += kWidth) {
+          store(values + d, fma(load(other + d), splat(theirs), load(values + d) * mine));
+        }
+      }
+    });
+  }
+  for_each_row([&](int64_t head, int64_t r, const SoftmaxState& state, const float* values) {
+    const int64_t token = r / group;
+    finish_row<P>(p, view.query_begin + token, head * group + r % group, !view.visible_keys(p, token).empty(), state,
+                  values);
+  });
+}
+
+}  // namespace paged_kv::cpu::PAGED_KV_ISA

@@ -1,0 +1,202 @@
+// The two products of attention for one cache dtype: score += key . query, and output += weight * value. A policy says
+// how a chunk of a cache row becomes vectors, so that the kernels are written once:
+//   FloatProducts<T>     converts to float32 and multiplies there
+//   BFloat16Products     leaves bfloat16 as it is and multiplies pairs, where the CPU can (vdpbf16ps)
+// A chunk is 2 * kWidth neighbouring elements of the head dimension, two vectors of floats in an order of the policy's
+// own, the *lane order*: sums over the dimension do not care, and output rows are put right at the end.
+#pragma once
+
+#include "cpu/simd.h"
+#include "dispatch.h"
+
+namespace paged_kv::cpu::PAGED_KV_ISA {
+
+inline constexpr int kChunk = 2 * kWidth;  // elements
+
+struct Chunk {
+  Vec low, high;
+};
+
+// The first `count` elements as floats in their own order, then zeros; 0 < count <= kChunk.
+template <class T>
+PAGED_KV_INLINE Chunk load_chunk(const T* p, int count = kChunk) {
+  if (count <= kWidth) return {load(p, count), Vec{}};
+  return {load(p), load(p + kWidth, count - kWidth)};
+}
+
+// The first `count` elements as they are, two in each lane, then zeros; 0 < count <= kChunk.
+PAGED_KV_INLINE UintVec load_words(const BFloat16* p, int count = kChunk) {
+  if (count == kChunk) return detail::load_bits<UintVec>(p, kWidth);
+#if PAGED_KV_WIDTH == 16
+  return reinterpret_cast<UintVec>(_mm512_maskz_loadu_epi16((1u << count) - 1, p));
+#else
+  UintVec words{};
+  detail::copy_some<sizeof(words)>(&words, p, count * static_cast<int>(sizeof(BFloat16)));
+  return words;
+#endif
+}
+
+template <class T>
+struct FloatProducts {
+  using Element = T;
+  using Key = Chunk;
+  using Value = Chunk;
+  using Operand = float;  // in scratch memory: an element of a query row, in lane order, or the softmax weight of a key
+  static constexpr int kPair = 1;        // operands that one multiplication takes
+  static constexpr int kKeyVectors = 2;  // vectors of a chunk of keys
+
+  static PAGED_KV_INLINE Key load_key(const T* p, int count = kChunk) {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      // Even elements in low, odd ones in high: two instructions, where keeping the order would take four.
+      const UintVec words = load_words(p, count);
+      return {from_bits(words << 16), from_bits(words & 0xffff0000u)};
+    } else {
+      return load_chunk(p, count);
+    }
+  }
+
+  // sum += key . query over one chunk, lane by lane.
+  static PAGED_KV_INLINE void add_score(Vec& sum, const Key& key, const Operand* query) {
+    sum = fma(key.low, load(query), sum);
+    sum = fma(key.high, load(query + kWidth), sum);
+  }
+
+  static PAGED_KV_INLINE Value load_value(const T* p, int count = kChunk) { return load_key(p, count); }
+  static PAGED_KV_INLINE Vec load_operand(const Operand* p) { return splat(*p); }
+
+  static PAGED_KV_INLINE void add_product(Vec& sum, Vec a, Vec b) { sum = fma(a, b, sum); }
+
+  // sum += weight * value over one chunk.
+  static PAGED_KV_INLINE void add_value(Chunk& sum, const Value& value, Vec weight) {
+    sum.low = fma(value.low, weight, sum.low);
+    sum.high = fma(value.high, weight, sum.high);
+  }
+
+  // A chunk of the output row, from lane order to the order of elements.
+  static PAGED_KV_INLINE Chunk in_order(const Chunk& chunk) {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+#if PAGED_KV_WIDTH == 16
+      const auto [a, b] = chunk;
+      return {__builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
+              __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)};
+#elif PAGED_KV_WIDTH == 8
+      return {__builtin_shufflevector(chunk.low, chunk.high, 0, 8, 1, 9, 2, 10, 3, 11),
+              __builtin_shufflevector(chunk.low, chunk.high, 4, 12, 5, 13, 6, 14, 7, 15)};
+#else
+      return {__builtin_shufflevector(chunk.low, chunk.high, 0, 4, 1, 5),
+              __builtin_shufflevector(chunk.low, chunk.high, 2, 6, 3, 7)};
+#endif
+    }
+    return chunk;
+  }
+
+  // A query row into scratch memory, with zeros up to a whole chunk. Its dtype is the cache's own, unless that is
+  // quantised.
+  static void load_query(const void* row, DType dtype, int64_t head_dim, Operand* query) {
+    auto copy = [&](const auto* p, auto load_as) -> Error {
+      for (int64_t i = 0; i < head_dim; i += kChunk) {
+        const Chunk chunk = load_as(p + i, static_cast<int>(head_dim - i < kChunk ? head_dim - i : kChunk));
+        store(query + i, chunk.low);
+        store(query + i + kWidth, chunk.high);
+      }
+      return nullptr;
+    };
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      copy(static_cast<const T*>(row), [](const T* p, int count) { return load_key(p, count); });
+    } else {
+      dispatch_float(dtype, [&](auto tag) {
+        using Q = cpu::Element<tag()>;
+        return copy(static_cast<const Q*>(row), [](const Q* p, int count) { return load_chunk(p, count); });
+      });
+    }
+  }
+
+  static PAGED_KV_INLINE void store_weights(Operand* p, Vec weights) { store(p, weights); }
+};
+
+#ifdef __AVX512BF16__
+// Each lane adds the products of two pairs of bfloat16, in float32 and without rounding in between. For values the pair
+// is one element of two neighbouring tokens, and weights are rounded to bfloat16.
+struct BFloat16Products {
+  using Element = BFloat16;
+  using Key = UintVec;
+  struct Value {
+    UintVec low, high;
+  };
+  using Operand = BFloat16;
+  static constexpr int kPair = 2;
+  static constexpr int kKeyVectors = 1;
+
+  static PAGED_KV_INLINE void add_product(Vec& sum, UintVec a, UintVec b) {
+    sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+  static PAGED_KV_INLINE void add_product(Vec& sum, Vec a, UintVec b) { add_product(sum, bits_of(a), b); }
+
+  static PAGED_KV_INLINE Key load_key(const BFloat16* p, int count = kChunk) { return load_words(p, count); }
+  static PAGED_KV_INLINE void add_score(Vec& sum, const Key& key, const Operand* query) {
+    add_product(sum, key, load_words(query));
+  }
+
+  // One chunk of two tokens, or of one and zeros. Unpacking pairs the elements within 128 bits: elements 0-3, 8-11,
+  // 16-19 and 24-27 in low, the others in high.
+  static PAGED_KV_INLINE Value pair_values(UintVec first, UintVec second) {
+    const __m512i a = reinterpret_cast<__m512i>(first), b = reinterpret_cast<__m512i>(second);
+    return {reinterpret_cast<UintVec>(_mm512_unpacklo_epi16(a, b)),
+            reinterpret_cast<UintVec>(_mm512_unpackhi_epi16(a, b))};
+  }
+  static PAGED_KV_INLINE Value load_values(const BFloat16* first, const BFloat16* second, int count = kChunk) {
+    return pair_values(load_words(first, count), load_words(second, count));
+  }
+  static PAGED_KV_INLINE Value load_value(const BFloat16* p, int count = kChunk) {
+    return pair_values(load_words(p, count), UintVec{});
+  }
+
+  // Two neighbouring operands in every lane, or one and zero.
+  static PAGED_KV_INLINE UintVec load_operand(const Operand* p) {
+    uint32_t pair;
+    std::memcpy(&pair, p, sizeof(pair));
+    return splat(pair);
+  }
+  static PAGED_KV_INLINE UintVec load_last_operand(const Operand* p) { return splat(static_cast<uint32_t>(p->bits)); }
+
+  static PAGED_KV_INLINE void add_value(Chunk& sum, const Value& value, UintVec weights) {
+    add_product(sum.low, value.low, weights);
+    add_product(sum.high, value.high, weights);
+  }
+
+  static PAGED_KV_INLINE Chunk in_order(const Chunk& chunk) {
+    const auto [a, b] = chunk;
+    return {__builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
+            __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
+  }
+
+  static void load_query(const void* row, DType, int64_t head_dim, Operand* query) {
+    const auto* p = static_cast<const BFloat16*>(row);
+    for (int64_t i = 0; i < head_dim; i += kChunk) {
+      const UintVec words = load_words(p + i, static_cast<int>(head_dim - i < kChunk ? head_dim - i : kChunk));
+      detail::store_bits(query + i, words, kWidth);
+    }
+  }
+
+  static PAGED_KV_INLINE void store_weights(Operand* p, Vec weights) { store(p, weights); }
+};
+#endif
+
+namespace detail {
+template <class T>
+struct ProductsOf {
+  using type = FloatProducts<T>;
+};
+#ifdef __AVX512BF16__
+template <>
+struct ProductsOf<BFloat16> {
+  using type = BFloat16Products;
+};
+#endif
+}  // namespace detail
+
+// The fastest policy for a cache of T on this instruction set.
+template <class T>
+using ProductsFor = typename detail::ProductsOf<T>::type;
+
+}  // namespace paged_kv::cpu::PAGED_KV_ISA

@@ -1,0 +1,151 @@
+// What decode and prefill share about one tile: kTile neighbouring keys of one sequence. Tiles start at multiples of
+// kTile, so that what is computed for a row depends on its own sequence alone.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/attention_products.h"
+#include "cpu/page_table.h"
+#include "cpu/softmax_state.h"
+
+namespace paged_kv::cpu::PAGED_KV_ISA {
+
+inline constexpr int kTile = 64;  // keys; their K and V at D = 128 in bfloat16 are 32 KiB, what an L1 holds
+
+// Keys [begin, end) of a sequence, or of a tile. What a row sees is always one range.
+struct KeyRange {
+  int64_t begin, end;
+
+  bool empty() const { return begin >= end; }
+  bool operator==(const KeyRange&) const = default;
+  KeyRange within(const KeyRange& other) const { return {std::max(begin, other.begin), std::min(end, other.end)}; }
+};
+
+// One sequence of the batch, and the rows of query it brings: row r = token * group + head within the group.
+struct SequenceView {
+  int64_t seq, seq_len, query_begin, query_len;
+
+  int64_t position(int64_t token) const { return seq_len - query_len + token; }
+
+  KeyRange visible_keys(const AttentionParams& p, int64_t token) const {
+    const int64_t pos = position(token);
+    return {p.window > 0 ? std::max<int64_t>(0, pos - p.window + 1) : 0, p.causal ? pos + 1 : seq_len};
+  }
+
+  // The keys that any of the tokens [begin, end) sees.
+  KeyRange visible_keys(const AttentionParams& p, int64_t begin, int64_t end) const {
+    return {visible_keys(p, begin).begin, visible_keys(p, end - 1).end};
+  }
+};
+
+PAGED_KV_INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// How dot products of one row become scores.
+struct ScoreRule {
+  float factor;          // multiplies the dot product
+  float softcap;         // 0: none
+  float slope;           // 0: no ALiBi
+  const float* k_scale;  // [kTile], or null
+  const float* v_scale;  // [kTile], or null; multiplies the weights, once their sum is taken
+};
+
+// The scale of a cache, as far as it is the same for all tokens of a head.
+inline bool varies_by_token(const ScaleView& scale) {
+  return scale.data != nullptr && (scale.stride_block != 0 || scale.stride_slot != 0);
+}
+
+inline float head_scale(const ScaleView& scale, int64_t head) {
+  return scale.data == nullptr || varies_by_token(scale) ? 1.0f : scale.data[head * scale.stride_head];
+}
+
+// Turns the dot products of one row with the keys of a tile into softmax weights, for those in `keys`, which is not
+// empty and counts from the start of the tile; `distance` is the first key's position less the query's. Weights beside
+// `keys` are zero as far as its vectors reach, and unspecified beyond. Returns what to multiply the row's values so far
+// by.
+template <class P>
+float softmax_tile(SoftmaxState& state, float* scores, typename P::Operand* weights, const KeyRange& keys,
+                   float distance, const ScoreRule& rule) {
+  const int begin = static_cast<int>(keys.begin), end = static_cast<int>(keys.end);
+  const int first = begin / kWidth * kWidth;
+  // Selects v in the lanes that belong to `keys`, `other` beside them.
+  auto select = [&](int i, Vec v, float other) __attribute__((always_inline)) {
+    if (i >= begin && i + kWidth <= end) return v;
+    const IntVec key = iota() + i;
+    return (key >= begin) & (key < end) ? v : splat(other);
+  };
+
+  Vec largest = splat(-kInfinity);
+  IntVec not_a_number{};
+  for (int i = first; i < end; i += kWidth) {
+    Vec score = load(scores + i) * rule.factor;
+    if (rule.k_scale != nullptr) score *= load(rule.k_scale + i);
+    if (rule.softcap > 0) score = rule.softcap * tanh(score / rule.softcap);
+    if (rule.slope != 0) score += rule.slope * (__builtin_convertvector(iota() + i, Vec) + distance);
+    score = select(i, score, -kInfinity);
+    largest = max(score, largest);
+    not_a_number |= score != score;
+    store(scores + i, score);
+  }
+  const float factor = state.advance(any(not_a_number) ? kNaN : reduce_max(largest));
+
+  const float shift = shift_of(state.max);
+  Vec sum{};
+  for (int i = first; i < end; i += kWidth) {
+    Vec weight = exp(load(scores + i) - shift);
+    sum += weight;
+    if (rule.v_scale != nullptr) weight *= select(i, load(rule.v_scale + i), 0.0f);
+    P::store_weights(weights + i, weight);
+  }
+  state.sum += reduce_add(sum);
+  return factor;
+}
+
+// Scales of the tokens of a tile, gathered for one head.
+inline void gather_scales(const ScaleView& scale, const int64_t (&offsets)[kTile], int count, int64_t head,
+                          float* out) {
+  for (int i = 0; i < count; ++i) out[i] = scale.data[offsets[i] + head * scale.stride_head];
+}
+
+// Writes a row of values in lane order, times `factor`, to a row of the output.
+template <class P>
+void write_row(const float* values, float factor, void* row, DType dtype, int64_t head_dim) {
+  dispatch_float(dtype, [&](auto tag) -> Error {
+    auto* out = static_cast<Element<tag()>*>(row);
+    for (int64_t i = 0; i < head_dim; i += kChunk) {
+      const Chunk chunk = P::in_order({load(values + i) * factor, load(values + i + kWidth) * factor});
+      const int count = static_cast<int>(std::min<int64_t>(head_dim - i, kChunk));
+      store(out + i, chunk.low, std::min(count, kWidth));
+      if (count > kWidth) store(out + i + kWidth, chunk.high, count - kWidth);
+    }
+    return nullptr;
+  });
+}
+
+// Ends a row: its output and log-sum-exp, from all of its keys.
+template <class P>
+void finish_row(const AttentionParams& p, int64_t token, int64_t q_head, bool sees_a_key, const SoftmaxState& state,
+                const float* values) {
+  float factor = 0.0f, lse = -kInfinity;  // values are 0 where no key was seen
+  if (sees_a_key) {
+    state.finish(p.sinks != nullptr ? p.sinks[q_head] : -kInfinity, factor, lse);
+    factor *= head_scale(p.v_scale, q_head / (p.num_q_heads / p.num_kv_heads));
+  }
+  char* row = static_cast<char*>(p.out.data) +
+              (token * p.out.stride_token + q_head * p.out.stride_head) * element_size(p.out.dtype);
+  write_row<P>(values, factor, row, p.out.dtype, p.head_dim);
+  p.lse[token * p.lse_stride_token + q_head * p.lse_stride_head] = lse;
+}
+
+inline const void* query_row(const AttentionParams& p, int64_t token, int64_t q_head) {
+  return static_cast<const char*>(p.query.data) +
+         (token * p.query.stride_token + q_head * p.query.stride_head) * element_size(p.query.dtype);
+}
+
+// The start of a head in a cache: TokenOffsets count from here.
+template <class T>
+const T* head_base(const CacheView& cache, int64_t head) {
+  return static_cast<const T*>(cache.data) + head * cache.stride_head;
+}
+
+}  // namespace paged_kv::cpu::PAGED_KV_ISA
