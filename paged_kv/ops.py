@@ -162,7 +162,9 @@ def paged_attention(
         block_tables: int32 ``[S, M]``, any strides: each sequence's block ids in order. Only the entries in
             use are read: those of blocks that hold keys, from the first key that the window lets any row
             see.
-        seq_lens: int32 ``[S]``, contiguous: keys in the cache, the new tokens included; 0 to ``M * B``.
+        seq_lens: int32 ``[S]``, contiguous: keys in the cache, the new tokens included; 0 to ``M * B``. With
+            fewer keys than queries, as in a part of the keys whose result will be merged, the first rows
+            stand before all keys.
         query_start_loc: int32 ``[S + 1]``, contiguous: prefix sums of the query lengths, 0 first and T
             last. A sequence may have no query.
         max_query_len: at least the longest query. It may be larger, and changes no result.
@@ -185,8 +187,8 @@ def paged_attention(
         scores, in natural log, float32 ``[T, Hq]``.
 
     Raises:
-        ValueError: an argument is not as said, or on the CPU: a length is negative, beyond the table or
-            below its query's, a maximum is too small, or a table entry in use is no block's id.
+        ValueError: an argument is not as said, or on the CPU: a length is negative or beyond the table, a
+            maximum is too small, or a table entry in use is no block's id.
     """
     if out is None and lse is None:
         return _ops.paged_attention.default(
