@@ -1,8 +1,8 @@
 """Attention cases as rows of a frozen dataclass, and the inputs that each row stands for.
 
-Whatever an op must not read is poison: free slots, slots beyond a sequence's length, keys and values that the mask
-hides from every row, scales of unused slots, padding between strided rows. Unused table entries hold ids that would
-crash. Blocks are handed out in random order.
+Whatever an op must not read is poison: free slots, slots beyond a sequence's length, keys and values that the
+mask hides from every row, scales of unused slots, padding between strided rows. Unused table entries hold ids
+that would crash. Blocks are handed out in random order.
 """
 
 import os
@@ -159,7 +159,7 @@ def random_rows(case: Case, shape: tuple[int, ...], magnitude: float, generator:
 
 
 def random_scale(kind: str, case: Case, num_blocks: int, generator: torch.Generator) -> Tensor | None:
-    """Scale that spreads standard normal values over most of the cache's format, [N, Hkv, B] or broadcastable to it."""
+    """Scale that spreads normal values over most of the cache's format, [1 or N, 1 or Hkv, 1 or B]."""
     shape = {
         "tensor": (1, 1, 1),
         "head": (1, case.heads[1], 1),
@@ -204,7 +204,7 @@ def hidden(case: Case, query_len: int, seq_len: int) -> Tensor:
 def make_inputs(
     case: Case, device: str = "cpu", *, poison: str = "nan", placement: int = 0, extra_table_width: int = 3
 ) -> Inputs:
-    """Inputs of a case. `poison`, `placement` and `extra_table_width` change nothing that an op may depend on."""
+    """Inputs of a case. `poison`, `placement` and `extra_table_width` change nothing an op depends on."""
     generator = torch.Generator().manual_seed(seed_of(case))
     place = torch.Generator().manual_seed(placement)
     num_q_heads, num_kv_heads = case.heads
@@ -214,7 +214,7 @@ def make_inputs(
     width = max(widths, default=0) + extra_table_width
 
     key_cache, value_cache = cache_views(case, num_blocks, device, poison)
-    # A token's scale must not move with its block, so it is drawn for the logical block and placed afterwards.
+    # A token's scale belongs to the token, not to its place: drawn by logical block, placed afterwards.
     k_scale, v_scale = (
         random_scale(kind, case, num_blocks, generator) for kind in (case.k_scale, case.v_scale)
     )
@@ -303,8 +303,9 @@ def place_scale(scale: Tensor | None, num_blocks: int, device: str, poison: str)
 def pytorch_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The same attention by PyTorch in the query's dtype: the measure of what error is reasonable.
 
-    scaled_dot_product_attention where it can express the case; else, and for the LSE, a plain computation that rounds
-    where it does: products of the dtype, scores and softmax in float32, probabilities and output in the dtype.
+    scaled_dot_product_attention where it can express the case; else, and for the LSE, a plain computation
+    that rounds where it does: products of the dtype, scores and softmax in float32, probabilities and output
+    in the dtype.
     """
     case = inputs.case
     group = case.heads[0] // case.heads[1]
@@ -342,7 +343,7 @@ def pytorch_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return torch.cat([empty, *outs]), torch.cat([empty[..., 0].float(), *lses])
 
 
-# The rows. Most take MIXED, so that every feature meets decode, prefill, chunks and empty sequences in one call.
+# The rows. Most take MIXED, so that every feature meets decode, prefill, chunks and empty sequences at once.
 
 SPLITS = tuple((1, n) for n in (255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 1536))
 
@@ -434,7 +435,7 @@ CORNER = [
     Case(seqs=((1, 0), (3, 0), (1, 5)), causal=False),
     *[Case(seqs=((1, n), (n, n)), dtype=dtype) for dtype in FLOATS for n in (1, 15, 16, 17, 32)],
     Case(seqs=((1, 1), (1, 2), (1, 3)), block_size=1, head_dim=1, heads=(1, 1)),
-    # Scores far beyond exp's range and beyond float16; whole numbers, so that no rounding decides the maximum.
+    # Scores beyond the range of exp and of float16; whole numbers, so that no rounding decides the maximum.
     *[Case(magnitude=m, integers=True, dtype=dtype) for dtype in FLOATS for m in (8.0, 32.0)],
     *[Case(magnitude=8.0, integers=True, softcap=50.0, dtype=dtype) for dtype in FLOATS],
     *[Case(sinks=s, dtype=dtype) for dtype in FLOATS for s in (1e4, -1e4, -inf)],

@@ -1,4 +1,4 @@
-"""How results are compared: bit for bit, or against float64 with a tolerance that PyTorch's own error sets."""
+"""How results are compared: bit for bit, or against float64 with PyTorch's own error as the tolerance."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,8 @@ from torch import Tensor
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 FEW = 256  # elements in a result too small for its largest error to mean something
 
-# Error that PyTorch's attention may make, as a share of the largest value, before it is the test that must be wrong:
-# a tolerance taken from a larger one would let anything pass.
+# Error that PyTorch's attention may make, as a share of the largest value, before it is the test that must be
+# wrong: a tolerance taken from a larger one would let anything pass.
 SANE_ERROR = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
@@ -30,7 +30,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
 def error_of(peer: Tensor, exact: Tensor, what: str) -> float:
     """The largest error that PyTorch's result `peer` makes against the float64 result.
 
-    A tiny result may be right by luck, which is no measure: there the error counts as a few float32 roundings at least.
+    A tiny result may be right by luck, which is no measure: there it counts as two float32 roundings.
     """
     finite = exact.isfinite()
     size = max(1.0, _largest(exact[finite]))

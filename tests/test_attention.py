@@ -172,7 +172,7 @@ def test_larger_bounds_change_nothing(dtype: torch.dtype, backend) -> None:
 @pytest.mark.parametrize("where", ["key_cache", "value_cache"])
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
 def test_a_bad_token_reaches_only_rows_that_see_it(where: str, bad: float, backend) -> None:
-    """Row i of a causal prefill sees tokens 0..i: rows before the bad token must not notice it, in any bit."""
+    """Row i of a causal prefill sees tokens 0..i: rows before the bad token must not notice it in any bit."""
     case = Case(seqs=((40, 40),), heads=(2, 2), block_size=16)
     inputs = make_inputs(case, backend.device)
     out, lse = backend.ops.paged_attention(**inputs.args)
@@ -233,7 +233,7 @@ def test_random_cases(case: Case, backend) -> None:
 
 
 def test_the_measure_notices_a_fault() -> None:
-    """The comparison itself: results that are slightly wrong in one place fail, with the place in the message."""
+    """The comparison itself: a result slightly wrong in one place fails, and the message tells where."""
     exact = expected(Case())
     assert_close(exact.out.float(), exact.out, exact.out_error, "out")
     for index, wrong in (((3, 1, 5), 1e-5), ((0, 0, 0), nan), ((20, 3, 63), inf)):
