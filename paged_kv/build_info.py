@@ -4,6 +4,7 @@ import importlib
 import json
 import platform
 from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
@@ -26,18 +27,13 @@ def load_native(package: Path = _PACKAGE) -> tuple[ModuleType, dict]:
         mend = f"run `pip install --no-build-isolation -e {package.parent}`"
     else:
         mend = "run `pip install --no-build-isolation --no-deps --force-reinstall .` in its source folder"
-    try:
-        facts = json.loads((package / "_build.json").read_text())
-    except FileNotFoundError:
-        raise ImportError(f"paged_kv._C is not built; {mend}") from None
-    running = str(torch.__version__)
+    facts_file, library = package / "_build.json", package / f"_C{EXTENSION_SUFFIXES[0]}"
+    if not (facts_file.exists() and library.exists()):
+        raise ImportError(f"paged_kv._C is not built for Python {platform.python_version()}; {mend}")
+    facts, running = json.loads(facts_file.read_text()), str(torch.__version__)
     if facts["torch"] != running:
         raise ImportError(f"paged_kv was built against torch {facts['torch']}, not torch {running}; {mend}")
-    try:
-        return importlib.import_module("paged_kv._C"), facts
-    except ModuleNotFoundError:
-        python = platform.python_version()
-        raise ImportError(f"paged_kv._C is not built for Python {python}; {mend}") from None
+    return importlib.import_module("paged_kv._C"), facts
 
 
 native, _facts = load_native()
