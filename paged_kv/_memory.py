@@ -1,0 +1,54 @@
+"""Large allocations on huge pages, where Linux has them."""
+
+import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE = 2 << 20  # bytes; of x86-64, and of arm64 with pages of 4 KiB
+
+
+def allocate(nbytes: int, device: torch.device) -> tuple[Tensor, bool]:
+    """Uninitialised bytes ``[nbytes]`` on `device`, and whether huge pages were asked for.
+
+    On the CPU, from the size of a huge page on, an anonymous mapping that begins at a huge page's boundary
+    and is marked with madvise(2), MADV_HUGEPAGE. The system commits such a page when it is first touched, all
+    zero, if it has one to give then; else pages of the usual size. On another device or system, torch.empty.
+
+    Raises:
+        MemoryError: the system refuses the mapping.
+    """
+    if device.type != "cpu" or nbytes < HUGE_PAGE or not huge_pages_on_request():
+        return torch.empty(nbytes, dtype=torch.uint8, device=device), False
+    try:
+        mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes of memory for the cache: {error.strerror}") from None
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    everything = torch.frombuffer(
+        mapping, dtype=torch.uint8
+    )  # holds the mapping for as long as a view of it lives
+    return everything[-everything.data_ptr() % HUGE_PAGE :][:nbytes], True
+
+
+def huge_pages_on_request() -> bool:
+    """Whether this system gives huge pages to who asks for them with madvise(2)."""
+    try:
+        mode = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+    return hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in mode
+
+
+def huge_page_bytes(memory: Tensor) -> int:
+    """Bytes on huge pages by now in the mapping around `memory`, which Linux may have joined with others."""
+    address, inside = memory.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):  # the head of a mapping: "7f00-7f10 rw-p ..."
+            first, last = (int(x, 16) for x in name.split("-"))
+            inside = first <= address < last
+        elif inside and name == "AnonHugePages:":
+            return int(rest[0]) << 10
+    return 0
