@@ -6,6 +6,7 @@ from importlib import import_module
 
 from . import ops
 from .build_info import BuildInfo, build_info, set_isa
+from .cache import LayerCache, PagedKVCache
 from .errors import OutOfBlocksError, PagedKVError
 from .manager import Admission, AdmissionStatus, PagedKVCacheManager
 
@@ -13,7 +14,9 @@ __all__ = [
     "Admission",
     "AdmissionStatus",
     "BuildInfo",
+    "LayerCache",
     "OutOfBlocksError",
+    "PagedKVCache",
     "PagedKVCacheManager",
     "PagedKVError",
     "build_info",
