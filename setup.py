@@ -13,7 +13,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 TOOLS = ROOT / "build" / "tools"
-BYTES_PER_JOB = 3 << 29  # 1.5 GiB; the bindings, which include torch's headers, peak at about 1 GiB
+BYTES_PER_JOB = 1 << 30  # the bindings, which include torch's headers, peak at 0.6 GiB
 CGROUP = Path("/sys/fs/cgroup")
 
 
