@@ -178,7 +178,7 @@ class BlockPool:
     def _compact(self) -> None:
         """Moves the true entries to the front. Frees at least half the queue, so each entry pays for O(1)
         of it."""
-        ids = np.array(self.evictable())
+        ids = np.array(self.evictable(), np.int64)
         self._head, self._tail = 0, len(ids)
         self._queue_view[: len(ids)] = ids
         self._places[ids] = np.arange(len(ids))
