@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 import pytest
+import torch
 
 import paged_kv
 import paged_kv.ops
@@ -43,3 +44,12 @@ def available_backends() -> list[Backend]:
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with request.param.active() as active:
         yield active
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For models too small to be split: waiting for other threads would take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
