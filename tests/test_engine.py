@@ -1,0 +1,283 @@
+"""The engine on a tiny model: whatever the batch, the pool or the faults, each prompt gets its own answer."""
+
+import pytest
+import torch
+from tiny_models import own_answers, random_prompts, tiny_model
+
+from paged_kv.engine import LLM, Engine, FinishReason, SamplingParams
+from paged_kv.manager import PagedKVCacheManager
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY = SamplingParams(max_tokens=10)
+LENGTHS = [7, 1, 12, 3, 9, 20]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return random_prompts(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts):
+    return own_answers(model, prompts, 10)
+
+
+def new_llm(model, **settings):
+    return LLM(model, **{"block_size": 4, "num_blocks": 60, "max_batch_tokens": 16, **settings})
+
+
+def assert_whole(llm):
+    manager = llm.engine.manager
+    manager.check()
+    stats = manager.stats()
+    assert (stats.num_used_blocks, stats.num_sequences) == (0, 0)
+
+
+def tokens(outputs):
+    return [output.token_ids for output in outputs]
+
+
+def test_outputs_come_in_the_order_of_the_prompts(model, prompts, expected):
+    llm = new_llm(model)
+    outputs = llm.generate(prompts, GREEDY)
+    assert tokens(outputs) == expected
+    assert [output.index for output in outputs] == list(range(len(prompts)))
+    assert [output.prompt_ids for output in outputs] == prompts
+    assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
+    assert_whole(llm)
+
+
+def test_requests_may_arrive_while_others_run(model, prompts, expected):
+    llm = new_llm(model)
+    engine, requests, steps = llm.engine, [], 0
+    while len(requests) < len(prompts) or engine.has_work:
+        if steps % 3 == 0 and len(requests) < len(prompts):
+            requests.append(engine.add_request(prompts[len(requests)], GREEDY))
+        engine.step()
+        steps += 1
+    assert [request.new_token_ids for request in requests] == expected
+    assert_whole(llm)
+
+
+@pytest.mark.parametrize("max_batch_tokens", [1, 2, 7, 1000])
+def test_a_step_keeps_its_budget_and_the_budget_changes_no_token(
+    model, prompts, expected, max_batch_tokens, monkeypatch
+):
+    llm = new_llm(model, max_batch_tokens=max_batch_tokens)
+    sizes = []
+    forward = llm.model.forward
+    monkeypatch.setattr(
+        llm.model, "forward", lambda ids, *rest: sizes.append(len(ids)) or forward(ids, *rest)
+    )
+    assert tokens(llm.generate(prompts, GREEDY)) == expected
+    assert max(sizes) <= max_batch_tokens
+    assert sum(sizes) == sum(LENGTHS) + 9 * len(prompts)  # nothing is computed twice
+
+
+@pytest.mark.parametrize("num_blocks", [8, 9, 11, 14])
+def test_the_least_pool_finishes_everything_with_the_same_tokens(model, prompts, expected, num_blocks):
+    llm = new_llm(model, num_blocks=num_blocks)  # 20 + 9 tokens to store: 8 blocks of 4 slots
+    outputs = llm.generate(prompts, GREEDY)
+    assert tokens(outputs) == expected
+    assert 0 < llm.engine.num_preemptions < 20
+    assert llm.engine.num_preemptions == sum(output.num_preemptions for output in outputs)
+    assert_whole(llm)
+
+
+def test_prompts_that_can_never_run_are_refused_and_the_others_finish(model, prompts, expected):
+    llm = new_llm(model, num_blocks=8)
+    mixed = [[], prompts[0], [1] * 33, [5, 128], prompts[3], [1] * 32, [-1]]
+    outputs = llm.generate(mixed, GREEDY)
+    assert [output.error for output in outputs] == [
+        "the prompt is empty",
+        None,
+        "the prompt has 33 tokens; the whole pool of blocks holds 33, at least one new token included",
+        "the prompt has token ids outside [0, 128)",
+        None,
+        None,
+        "the prompt has token ids outside [0, 128)",
+    ]
+    assert [output.finish_reason is FinishReason.REFUSED for output in outputs] == [
+        output.error is not None for output in outputs
+    ]
+    assert [outputs[1].token_ids, outputs[4].token_ids] == [expected[0], expected[3]]
+    assert len(outputs[5].token_ids) == 1  # it fills the pool; the token after it needs no slot
+    assert_whole(llm)
+
+
+def test_a_sequence_ends_at_the_context(model, prompts):
+    llm = new_llm(model, max_model_len=16)
+    outputs = llm.generate([prompts[0], [1] * 16], SamplingParams(max_tokens=100))
+    assert len(outputs[0].token_ids) == 16 - 7
+    assert outputs[0].finish_reason is FinishReason.LENGTH
+    assert (
+        outputs[1].error == "the prompt has 16 tokens; the context holds 16, at least one new token included"
+    )
+    with pytest.raises(ValueError, match="max_model_len: expected 2 to 512"):
+        new_llm(model, max_model_len=513)
+
+
+def test_stop_tokens_end_a_request_and_are_part_of_it(model, prompts, expected):
+    stop = expected[0][4]
+    first = expected[0].index(stop) + 1
+    llm = new_llm(model)
+    output = llm.generate([prompts[0]], SamplingParams(max_tokens=10, stop_token_ids=[stop]))[0]
+    assert (output.token_ids, output.finish_reason) == (expected[0][:first], FinishReason.STOP)
+
+
+@pytest.mark.parametrize("as_list", [False, True], ids=["one", "list"])
+def test_the_models_own_end_tokens_stop_unless_ignored(as_list, prompts, expected):
+    model = tiny_model("llama")
+    eos = expected[2][5]
+    model.generation_config.eos_token_id = [127, eos] if as_list else eos
+    own = own_answers(model, [prompts[2]], 10)[0]
+    assert own == expected[2][: expected[2].index(eos) + 1]
+    llm = new_llm(model)
+    stopping, ignoring = llm.generate(
+        [prompts[2]] * 2, [GREEDY, SamplingParams(max_tokens=10, ignore_eos=True)]
+    )
+    assert (stopping.token_ids, stopping.finish_reason) == (own, FinishReason.STOP)
+    assert (ignoring.token_ids, ignoring.finish_reason) == (expected[2], FinishReason.LENGTH)
+
+
+SAMPLED = SamplingParams(max_tokens=10, temperature=1.5, top_k=40, top_p=0.9, seed=7)
+
+
+def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(model, prompts):
+    alone = [new_llm(model).generate([prompt], SAMPLED)[0].token_ids for prompt in prompts]
+    assert tokens(new_llm(model).generate(prompts, SAMPLED)) == alone
+    least = new_llm(model, num_blocks=8)
+    assert tokens(least.generate(prompts, SAMPLED)) == alone
+    assert least.engine.num_preemptions > 0
+
+
+def test_other_seeds_and_no_seed_give_other_tokens(model, prompts):
+    llm = new_llm(model)
+    params = [SamplingParams(max_tokens=10, temperature=1.5, seed=seed) for seed in (1, 2, None, None)]
+    answers = tokens(llm.generate([prompts[0]] * 4, params))
+    assert len({tuple(answer) for answer in answers}) == 4
+
+
+def test_a_stream_yields_each_token_as_it_comes(model, prompts, expected):
+    llm = new_llm(model)
+    seen = {index: [] for index in range(len(prompts))}
+    for output in llm.stream(prompts, GREEDY):
+        assert output.token_ids[:-1] == seen[output.index]
+        assert output.finished == (len(output.token_ids) == 10)
+        seen[output.index] = output.token_ids
+    assert list(seen.values()) == expected
+
+
+def test_closing_a_stream_aborts_what_runs(model, prompts, expected):
+    llm = new_llm(model, num_blocks=14)
+    stream = llm.stream(prompts, GREEDY)
+    next(stream)
+    assert llm.engine.manager.stats().num_used_blocks > 0
+    stream.close()
+    assert not llm.engine.has_work
+    assert_whole(llm)
+    assert tokens(llm.generate(prompts, GREEDY)) == expected
+
+
+def test_aborting_frees_at_once_and_disturbs_nobody(model, prompts, expected):
+    llm = new_llm(model, max_num_seqs=3)
+    requests = [llm.engine.add_request(prompt, GREEDY) for prompt in prompts]
+    for _ in range(3):
+        llm.engine.step()
+    for aborted in (requests[0], requests[5]):  # one runs, one waits
+        llm.engine.abort(aborted)
+        llm.engine.abort(aborted)
+        assert aborted.finish_reason is FinishReason.ABORTED
+    assert requests[0].request_id not in llm.engine.manager
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert [request.new_token_ids for request in requests[1:5]] == expected[1:5]
+    assert_whole(llm)
+
+
+@pytest.mark.parametrize("failing_step", [0, 1, 3, 8])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_model_that_raises_leaves_the_pool_whole_and_the_requests_in_line(
+    model, prompts, expected, failing_step, error, monkeypatch
+):
+    llm = new_llm(model, num_blocks=14)
+    forward, steps = llm.model.forward, iter(range(1000))
+
+    def fail_once(*args):
+        logits = forward(*args)
+        if next(steps) == failing_step:
+            raise error("injected")
+        return logits
+
+    monkeypatch.setattr(llm.model, "forward", fail_once)
+    requests = [llm.engine.add_request(prompt, GREEDY) for prompt in prompts]
+    with pytest.raises(error, match="injected"):
+        while True:
+            llm.engine.step()
+    assert_whole(llm)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert [request.new_token_ids for request in requests] == expected
+    assert_whole(llm)
+
+
+def test_generate_passes_an_error_on_and_forgets_its_requests(model, prompts, expected, monkeypatch):
+    llm = new_llm(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model, "forward", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(prompts, GREEDY)
+    assert not llm.engine.has_work
+    assert_whole(llm)
+    assert tokens(llm.generate(prompts, GREEDY)) == expected
+
+
+def test_cache_use_counts_tokens_blocks_and_waste(model):
+    llm = new_llm(model)
+    llm.generate([[1, 2, 3, 4, 5], [6, 7, 8]], SamplingParams(max_tokens=3))
+    use = llm.cache_use
+    # After each of 3 steps: 5 + 3, 6 + 4, 7 + 5 tokens in 2 + 1, 2 + 1, 2 + 2 blocks of 4 slots.
+    assert (use.num_steps, use.peak_blocks, use.tokens_at_peak, use.peak_sequences) == (3, 4, 12, 2)
+    assert use.waste_at_peak == 1 - 12 / 16
+    assert use.mean_waste == pytest.approx((1 - 8 / 12 + 1 - 10 / 12 + 1 - 12 / 16) / 3)
+    assert use.bytes_per_token == 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, float32
+    assert use.peak_bytes == 16 * use.bytes_per_token
+    assert use.contiguous_tokens == 2 * 512
+    assert use.contiguous_waste == 1 - 12 / 1024
+    assert "12 tokens of 2 sequences held in 4 blocks" in str(use)
+
+
+def test_settings_and_arguments_are_checked_by_name(model, prompts):
+    with pytest.raises(ValueError, match="max_batch_tokens: expected 1 or more, got 0"):
+        new_llm(model, max_batch_tokens=0)
+    with pytest.raises(ValueError, match="max_num_seqs: expected 1 or more, got 0"):
+        new_llm(model, max_num_seqs=0)
+    with pytest.raises(ValueError, match="dtype: only for a path"):
+        new_llm(model, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="num_blocks, memory"):
+        new_llm(model, memory=1 << 20)
+    with pytest.raises(ValueError, match="params: expected one or 6"):
+        new_llm(model).generate(prompts, [GREEDY])
+    with pytest.raises(ValueError, match="prompt: expected token ids"):
+        new_llm(model).generate("text")
+
+
+def test_the_pool_may_be_sized_in_bytes(model):
+    llm = LLM(model, block_size=4, memory=20 * 4 * 3 * 2 * 2 * 16 * 4)
+    assert llm.engine.manager.num_blocks == 20
+
+
+def test_an_engine_can_be_put_together_by_hand(model, prompts, expected):
+    llm = new_llm(model)
+    cache = llm.model.new_cache(2, num_blocks=100)
+    engine = Engine(llm.model, cache, PagedKVCacheManager(100, 2))
+    requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    assert [request.new_token_ids for request in requests] == expected
