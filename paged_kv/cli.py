@@ -1,0 +1,291 @@
+"""`paged-kv`, or `python -m paged_kv`: answer prompts from the command line, tell what was built.
+
+Answers go to stdout, everything else to stderr. Exit codes: 0 when all is well, 2 for input that cannot be
+used (one line says why), 130 when interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+import torch
+
+from .build_info import build_info
+from .engine import LLM, RequestOutput, SamplingParams
+from .engine.loading import default_model
+from .errors import UnsupportedModelError
+
+__all__ = ["main"]
+
+FEW = 8
+"""Up to so many prompts, answers are printed token by token; more get a progress bar."""
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+
+
+class InputError(Exception):
+    """What the user gave cannot be used; the message is the one line they see."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line `argv` (None: the process's own) and returns its exit code."""
+    try:
+        args = _parse(argv)
+        return args.run(args)
+    except InputError as error:
+        print(f"paged-kv: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\npaged-kv: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="paged-kv", description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    info = commands.add_parser("info", help="print versions, compiler and instruction sets")
+    info.set_defaults(run=_info)
+
+    generate = commands.add_parser(
+        "generate",
+        help="answer prompts with a model whose keys and values live in blocks",
+        description="Answers prompts given as arguments, in a file, or on stdin (one a line).",
+    )
+    generate.set_defaults(run=_generate)
+    add = generate.add_argument
+    add("prompts", nargs="*", metavar="PROMPT")
+    add("--file", metavar="FILE", help="read prompts from FILE, one a line; - for stdin")
+    add(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="model folder or GGUF file (default: SmolLM2-135M-Instruct)",
+    )
+    add("--raw", action="store_true", help="continue the prompts as they are, without the chat template")
+    add("--output", type=Path, metavar="FILE", help="write answers to FILE as JSON lines instead of stdout")
+    add("--max-tokens", type=int, default=128, metavar="N", help="new tokens per prompt (default: 128)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens only")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest share P only")
+    add("--seed", type=int, metavar="S", help="same seed, same answers")
+    add("--dtype", choices=DTYPES, help="of the weights (default: as stored; float32 for GGUF)")
+    add("--block-size", type=int, default=16, metavar="B", help="token slots in a block (default: 16)")
+    add("--num-blocks", type=int, metavar="N", help="blocks in the pool (default: 1 GiB of them)")
+    add(
+        "--max-num-seqs",
+        type=int,
+        default=64,
+        metavar="N",
+        help="most prompts computed at once (default: 64)",
+    )
+    return parser.parse_args(argv)
+
+
+def _info(args: argparse.Namespace) -> int:
+    print(build_info())
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompts = _read_prompts(args)
+    params = _sampling_params(args)
+    with _open_output(args.output) as output:
+        llm = _load(args)
+        chat = bool(llm.tokenizer.chat_template) and not args.raw
+        ids = [llm.encode(prompt, chat=chat) for prompt in prompts]
+        started = time.perf_counter()
+        outputs = llm.stream(ids, params)
+        if output is None and len(prompts) <= FEW:
+            finished = _show(outputs, prompts)
+        else:
+            finished = _collect(outputs, prompts, output)
+        seconds = time.perf_counter() - started
+    refused = [answer for answer in finished if answer.error]
+    for answer in refused:
+        print(f"paged-kv: prompt {answer.index + 1}: {answer.error}", file=sys.stderr)
+    if len(refused) < len(finished):
+        _print_summary(llm, finished, seconds)
+    return 2 if refused else 0
+
+
+# Input
+
+
+def _read_prompts(args: argparse.Namespace) -> list[str]:
+    if args.prompts and args.file:
+        raise InputError("prompts were given both as arguments and with --file")
+    if args.prompts:
+        prompts, source = args.prompts, "the arguments"
+    elif args.file and args.file != "-":
+        prompts, source = _read_lines(args.file), args.file
+    elif args.file or not sys.stdin.isatty():
+        prompts, source = [line for line in sys.stdin.read().splitlines() if line.strip()], "stdin"
+    else:
+        raise InputError("no prompt: give one as an argument, in a --file, or on stdin")
+    if not prompts:
+        raise InputError(f"no prompt in {source}")
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.strip():
+            raise InputError(f"prompt {number} is empty")
+    return prompts
+
+
+def _read_lines(path: str) -> list[str]:
+    try:
+        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError:
+        raise InputError(f"cannot read {path}: it is not UTF-8 text") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    try:
+        return SamplingParams(
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed,
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _open_output(path: Path | None) -> TextIO | nullcontext:
+    if path is None:
+        return nullcontext()
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _load(args: argparse.Namespace) -> LLM:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars about weights; ours says otherwise
+    try:
+        path = args.model or default_model()
+        return LLM(
+            path,
+            dtype=DTYPES[args.dtype] if args.dtype else None,
+            block_size=args.block_size,
+            num_blocks=args.num_blocks,
+            max_num_seqs=args.max_num_seqs,
+        )
+    except (FileNotFoundError, ImportError, UnsupportedModelError) as error:
+        raise InputError(str(error)) from None
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"cannot use {path}: {first_line}") from None
+
+
+# Output
+
+
+class _Transcript:
+    """Prints answers in the order of the prompts, the first unfinished one as it grows."""
+
+    def __init__(self, prompts: list[str]) -> None:
+        self._prompts = prompts
+        self._latest: dict[int, RequestOutput] = {}
+        self._current = 0  # the prompt whose answer is being printed
+        self._shown = -1  # characters of it; -1 before its heading
+
+    def add(self, output: RequestOutput) -> None:
+        self._latest[output.index] = output
+        while answer := self._latest.get(self._current):
+            if self._shown < 0:
+                self._print(_heading(answer.index, self._prompts))
+                self._shown = 0
+            self._print(answer.text[self._shown :])
+            self._shown = len(answer.text)
+            if not answer.finished:
+                return
+            self._print("\n")
+            self._current += 1
+            self._shown = -1
+
+    @staticmethod
+    def _print(text: str) -> None:
+        print(text, end="", flush=True)
+
+
+def _heading(index: int, prompts: list[str]) -> str:
+    if len(prompts) == 1:
+        return ""
+    gap = "\n" if index else ""
+    return f"{gap}[{index + 1}/{len(prompts)}] {prompts[index].strip()}\n"
+
+
+def _show(outputs: Iterator[RequestOutput], prompts: list[str]) -> list[RequestOutput]:
+    """Prints a few answers token by token."""
+    transcript, finished = _Transcript(prompts), []
+    for output in outputs:
+        transcript.add(output)
+        if output.finished:
+            finished.append(output)
+    return finished
+
+
+def _collect(
+    outputs: Iterator[RequestOutput], prompts: list[str], file: TextIO | None
+) -> list[RequestOutput]:
+    """Prints many answers, or writes them to `file`, in the order of the prompts, under a progress bar."""
+    from tqdm import tqdm
+
+    finished: dict[int, RequestOutput] = {}
+    num_written = num_tokens = 0
+    with tqdm(total=len(prompts), unit=" prompts", disable=not sys.stderr.isatty()) as bar:
+        for output in outputs:
+            num_tokens += bool(output.token_ids)
+            bar.set_postfix({"new tokens": num_tokens}, refresh=False)
+            if output.finished:
+                bar.update()
+                finished[output.index] = output
+            while answer := finished.get(num_written):
+                if file is None:
+                    tqdm.write(_heading(answer.index, prompts) + answer.text, file=sys.stdout)
+                else:
+                    file.write(json.dumps(_record(answer, prompts), ensure_ascii=False) + "\n")
+                num_written += 1
+    return list(finished.values())
+
+
+def _record(answer: RequestOutput, prompts: list[str]) -> dict[str, object]:
+    return {
+        "index": answer.index,
+        "prompt": prompts[answer.index],
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "num_prompt_tokens": len(answer.prompt_ids),
+        "finish_reason": answer.finish_reason.value,
+        "error": answer.error,
+    }
+
+
+def _print_summary(llm: LLM, answers: list[RequestOutput], seconds: float) -> None:
+    num_prompt = sum(len(answer.prompt_ids) for answer in answers if not answer.error)
+    num_new = sum(len(answer.token_ids) for answer in answers)
+    preemptions = llm.engine.num_preemptions
+    print(
+        f"\n{len(answers)} prompts of {num_prompt} tokens, {num_new} new tokens in {seconds:.1f} s "
+        f"({num_new / seconds:.1f} a second), {preemptions} preemptions\n{llm.cache_use}",
+        file=sys.stderr,
+    )
