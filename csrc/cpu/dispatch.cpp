@@ -21,6 +21,14 @@ namespace avx512_bf16 {
 const Backend& backend_for_isa();
 }
 #endif
+#ifdef PAGED_KV_EMULATION  // a build for tests: AVX-512 on machines without
+namespace avx512_emulated {
+const Backend& backend_for_isa();
+}
+namespace avx512_bf16_emulated {
+const Backend& backend_for_isa();
+}
+#endif
 
 namespace {
 
@@ -37,6 +45,10 @@ bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf
 #endif
 
 const IsaLevel kLevels[] = {
+#ifdef PAGED_KV_EMULATION  // before "default", so that it has to be asked for
+    {"avx512_emulated", has_avx2(), avx512_emulated::backend_for_isa},
+    {"avx512_bf16_emulated", has_avx2(), avx512_bf16_emulated::backend_for_isa},
+#endif
     {"default", true, isa_default::backend_for_isa},
 #ifdef __x86_64__
     {"avx2", has_avx2(), avx2::backend_for_isa},

@@ -30,7 +30,8 @@ struct IsaLevel {
   const Backend& (*backend)();
 };
 
-// All levels built, weakest first; *count is at least 1, and the first is always supported.
+// All levels built, weakest first (emulated ones, in a build for tests, are the weakest); "default" is always
+// supported.
 const IsaLevel* isa_levels(size_t* count);
 
 // The table in use: the strongest level supported, until set_isa chooses another.

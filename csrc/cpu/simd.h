@@ -270,7 +270,7 @@ PAGED_KV_INLINE void store(BFloat16* p, Vec v, int count = kWidth) {
 
 PAGED_KV_INLINE void store(Float16* p, Vec v, int count = kWidth) {
 #if PAGED_KV_WIDTH == 16
-  const auto raw = reinterpret_cast<Uint16Vec>(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  const auto raw = reinterpret_cast<Uint16Vec>(_mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT));
 #elif PAGED_KV_WIDTH == 8
   const auto raw = reinterpret_cast<Uint16Vec>(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #else

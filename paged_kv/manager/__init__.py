@@ -1,10 +1,30 @@
 """The block manager. One idea a file:
 
-pool.py      which blocks are free, evictable or in use, and who is next
-tables.py    which block holds which position of which sequence
-manager.py   the calls
+pool.py       which blocks are free, evictable or in use, and which come next
+tables.py     which block holds which position of which sequence
+chain.py      what a full block's content is called
+prefix.py     finding blocks by that name
+admission.py  whether a prompt fits, and what it finds
+pins.py       prefixes kept from eviction
+swap.py       sequences on the host
+events.py     what happened;  stats.py  how much of it
+manager.py    the calls
 """
 
-from .manager import Admission, AdmissionStatus, PagedKVCacheManager, Stats, Step
+from .admission import Admission, AdmissionStatus
+from .chain import ContentKey
+from .events import Event
+from .manager import PagedKVCacheManager, Step
+from .pins import Pin
+from .stats import Stats
 
-__all__ = ["Admission", "AdmissionStatus", "PagedKVCacheManager", "Stats", "Step"]
+__all__ = [
+    "Admission",
+    "AdmissionStatus",
+    "ContentKey",
+    "Event",
+    "PagedKVCacheManager",
+    "Pin",
+    "Stats",
+    "Step",
+]

@@ -1,55 +1,38 @@
 """The block manager: which block holds which token of which sequence. It touches no tensor.
 
-A call returns what has to be done to the cache tensors (slots to write, block copies), and the caller lets
-the ops do it, in the order of the calls and before the tokens of the step are written. Every call is all or
+A call returns what has to be done to the cache tensors (slots to write, blocks to copy or swap), and the
+caller lets the ops do it in the order of the calls, before anything else is written. Every call is all or
 nothing: it plans first, raises or refuses there, and only then changes anything.
 
-Invariants, which `check` verifies together with those of pool.py:
+Invariants, which `check` verifies together with those of pool.py, tables.py, prefix.py and swap.py:
 
-    ref_count[b] = number of sequences (and groups) whose table holds b
-    blocks of a sequence in a group = ceil(seq_len / block_size), and lookahead blocks behind them
-    only the block that holds a sequence's last token can both be shared and be written next: its first
-    writer copies
+    ref_count[b] = entries of block tables that name b + pins that hold b
+    blocks[g][digest[i]] = table[g][i]     for each named block i of a sequence: equal content is one block
+    a block is written only by its one holder, and never while the prefix cache finds it
+
+so only the block of a sequence's last token can need a copy before the next write: all others are full or its
+own.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..errors import DuplicateSequenceError, OutOfBlocksError, SharedBlockError
+from ..errors import DuplicateSequenceError, OutOfBlocksError, RollbackError, SharedBlockError
+from .admission import Admission, Admissions, AdmissionStatus
+from .chain import ContentKey, TokenChain
+from .events import Copied, Dropped, Event, Forked, Held, Preempted, Recorder, SwappedIn, SwappedOut
+from .pins import Pin, Pins
 from .pool import BlockPool
-from .tables import SequenceTables
-
-Tokens = Sequence[int] | np.ndarray | int
-"""Token ids of one sequence (a list, an array, a CPU tensor), or only their number where ids are not
-known."""
-
-
-class AdmissionStatus(enum.Enum):
-    ADMITTED = "admitted"
-    LATER = "later"
-    NEVER = "never"
-
-
-@dataclass(frozen=True)
-class Admission:
-    """Answer of `admit`. The sequence exists only where status is ADMITTED.
-
-    ADMITTED: its first `num_cached_tokens` tokens are in the cache already; append the rest.
-    LATER: the prompt does not fit beside what is held now.
-    NEVER: the prompt does not fit in the whole pool.
-    """
-
-    status: AdmissionStatus
-    num_cached_tokens: int = 0
-
-    @property
-    def admitted(self) -> bool:
-        return self.status is AdmissionStatus.ADMITTED
+from .prefix import Match, PrefixCache
+from .stats import Stats, count_empty_slots
+from .swap import Swapper
+from .tables import UNLIMITED, SequenceTables
+from .tokens import Tokens, num_tokens_of, parse_batch
 
 
 @dataclass(frozen=True)
@@ -69,33 +52,19 @@ class Step:
         return self.slot_mappings[0]
 
 
-@dataclass(frozen=True)
-class Stats:
-    """What the pool's blocks are used for, in blocks and in token slots; exact at the moment of the
-    call."""
-
-    num_blocks: int
-    num_free_blocks: int
-    num_evictable_blocks: int
-    num_used_blocks: int
-    num_shared_blocks: int  # used by more than one holder
-    num_saved_blocks: int  # blocks that would be used beyond these if nothing were shared
-    num_sequences: int
-    num_used_slots: int  # slots of used blocks
-    num_held_tokens: int  # of these, slots holding a token; a shared block counts once
-
-    @property
-    def waste(self) -> float:
-        """Allocated slots holding no token, as a share of the allocated slots (0 where none are)."""
-        return 1.0 - self.num_held_tokens / self.num_used_slots if self.num_used_slots else 0.0
-
-
 class PagedKVCacheManager:
     """Block tables over a pool of `num_blocks` blocks of `block_size` slots.
 
     windows: one entry for each group of layers: None for full attention, else the sliding window in tokens.
-    Every
-        group has its own block table and draws on the same pool; a block serves the layers of one group.
+        Every group has its own block table and draws on the same pool; a block serves the layers of one
+        group.
+    prefix_cache: find prompts' beginnings among the full blocks that `commit` published.
+    identity: what cached content depends on besides tokens, the same for all sequences: model, revision,
+        dtype.
+    partial_hits: let a prompt also reuse the beginning of one more cached block, through a copy of it.
+    num_host_blocks: blocks that `swap_out` may fill.
+    pin_budget: blocks that pins may keep from eviction; half the pool by default.
+    clock: seconds, for the expiry of pins.
 
     >>> m = PagedKVCacheManager(num_blocks=8, block_size=4)
     >>> m.admit("a", [11, 12, 13, 14, 15]).admitted
@@ -104,42 +73,96 @@ class PagedKVCacheManager:
     [0, 1, 2, 3, 4]
     >>> m.block_tables(["a"]).tolist()
     [[0, 1]]
+    >>> m.commit(["a"])
     >>> m.free("a")
+    >>> m.admit("b", [11, 12, 13, 14, 16]).num_cached_tokens
+    4
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int = 16, *, windows: Sequence[int | None] = (None,)
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        windows: Sequence[int | None] = (None,),
+        prefix_cache: bool = True,
+        identity: str = "",
+        partial_hits: bool = False,
+        num_host_blocks: int = 0,
+        pin_budget: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
-        if not windows or any(w is not None and w < 1 for w in windows):
+        for name, value, least in (
+            ("num_blocks", num_blocks, 1),
+            ("block_size", block_size, 1),
+            ("num_host_blocks", num_host_blocks, 0),
+            ("pin_budget", pin_budget if pin_budget is not None else 0, 0),
+        ):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+        if not windows or any(window is not None and window < 1 for window in windows):
             raise ValueError(
-                f"windows must be None or at least 1 for each of one or more groups, not {windows!r}"
+                f"windows must hold None or at least 1 for each group of layers, not {windows!r}"
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.windows = tuple(windows)
+        self.identity = identity
+        self._recorder = Recorder()
         self._pool = BlockPool(num_blocks)
-        self._tables = SequenceTables(len(self.windows))
+        self._tables = SequenceTables(len(self.windows), block_size)
+        self._prefix = (
+            PrefixCache(self._pool, block_size, self.windows, self._recorder, partial_hits)
+            if prefix_cache
+            else None
+        )
+        self._swapper = Swapper(num_host_blocks, self._pool, self._tables, self._prefix)
+        self._pins = Pins(num_blocks // 2 if pin_budget is None else pin_budget, clock)
+        self._admissions = Admissions(self._pool, self._tables, self._prefix, self.windows, identity)
 
     # Sequences come and go
 
-    def admit(self, seq_id: Hashable, tokens: Tokens) -> Admission:
+    def admit(
+        self,
+        seq_id: Hashable,
+        tokens: Tokens,
+        *,
+        keys: Sequence[ContentKey] = (),
+        chunk_size: int | None = None,
+    ) -> Admission:
         """Opens sequence `seq_id` if the prompt `tokens` (ids, or their number) fits now; see Admission.
 
-        The sequence starts with its cached prefix only; `append` adds the other tokens, at once or in
-        chunks. Raises DuplicateSequenceError if `seq_id` is held. Refusals change nothing.
+        The sequence starts with its cached prefix only, at most all of the prompt but one token; `append`
+        adds the other tokens, at once or in chunks. What it would take from the evictable blocks counts as
+        taken.
+
+        keys: what the content depends on besides tokens (salt, adapter, media).
+        chunk_size: most tokens that will be appended between two commits, if the prompt is to be prefilled in
+            chunks: a group with a window then needs no more blocks than the window and a chunk at a time.
+
+        Raises DuplicateSequenceError if `seq_id` is held. Refusals change nothing.
         """
-        if seq_id in self._tables.row_of:
+        if seq_id in self._tables:
             raise DuplicateSequenceError(seq_id, "is admitted already")
-        needed = self._blocks_for(_num_tokens(tokens)) * len(self.windows)
-        if needed > self.num_blocks:
+        num_tokens = num_tokens_of(tokens)
+        if sum(self._admissions.most_blocks(num_tokens, chunk_size)) > self.num_blocks:
             return Admission(AdmissionStatus.NEVER)
-        if needed > self._pool.num_available:
+        chain = self._admissions.chain(tokens, keys)
+        self.expire_pins()
+        preempted = self._admissions.recall(seq_id, chain)
+        match = self._admissions.find_fitting(chain, num_tokens, chunk_size)
+        if match is None:
+            self._admissions.remember(seq_id, chain, preempted)
             return Admission(AdmissionStatus.LATER)
-        self._tables.open(seq_id)
-        return Admission(AdmissionStatus.ADMITTED)
+
+        num_cached = match.num_tokens(self.block_size)
+        self._open(seq_id, chain, match, num_cached)
+        self._admissions.remembered.pop(seq_id, None)
+        self._recorder.counters.admitted += 1
+        if not preempted:  # what was computed before a preemption is no hit
+            self._recorder.counters.prompt_tokens += num_tokens
+            self._recorder.counters.cached_tokens += num_cached
+        return Admission(AdmissionStatus.ADMITTED, num_cached)
 
     def fork(self, seq_id: Hashable, child_id: Hashable) -> None:
         """Opens `child_id` with the same tokens as `seq_id`, sharing every block that holds one of them.
@@ -147,101 +170,295 @@ class PagedKVCacheManager:
         Whoever appends first to a shared partial block gets a copy of it; lookahead blocks stay with the
         parent. Raises UnknownSequenceError, or DuplicateSequenceError if `child_id` is held.
         """
-        tables = self._tables
-        parent = tables.row(seq_id)
-        if child_id in tables.row_of:
+        parent = self._tables.row(seq_id)
+        if child_id in self._tables:
             raise DuplicateSequenceError(child_id, "is admitted already")
-        child = tables.open(child_id)
-        num_blocks = self._blocks_for(int(tables.seq_len[parent]))
-        tables.blocks[:, child, :num_blocks] = tables.blocks[:, parent, :num_blocks]
-        tables.first_block[:, child] = tables.first_block[:, parent]
-        tables.num_blocks[child] = num_blocks
-        tables.seq_len[child] = tables.seq_len[parent]
-        for group in range(len(self.windows)):
-            self._pool.hold(tables.held(group, child))
+        child = self._tables.restore(child_id, self._tables.save(parent))
+        self._pool.hold(self._tables.held_backwards(child))
+        self._recorder.counters.forked += 1
+        if self._recorder.subscribers:
+            self._recorder.emit(Forked(seq_id, child_id, int(self._tables.num_blocks[child])))
+
+    def reorder(self, seq_ids: Sequence[Hashable], parents: Sequence[Hashable]) -> None:
+        """The beam step: sequence `seq_ids[i]` goes on from what `parents[i]` holds now, for all i at once.
+
+        Beams that are nobody's parent lose their content, and its blocks are free where nobody shares them. A
+        parent may stand several times, and may be a sequence that is not reordered itself. Lookahead blocks
+        of reordered sequences are let go. Raises UnknownSequenceError, DuplicateSequenceError (of seq_ids),
+        ValueError.
+        """
+        tables = self._tables
+        rows = tables.rows(seq_ids).tolist()
+        if len(parents) != len(rows):
+            raise ValueError(
+                f"parents must have one entry for each of the {len(rows)} seq_ids, not {len(parents)}"
+            )
+        moves = [
+            (seq_id, row, parent, tables.row(parent))
+            for seq_id, row, parent in zip(seq_ids, rows, parents, strict=True)
+        ]
+        moves = [move for move in moves if move[1] != move[3]]
+        saved = [tables.save(parent) for *_, parent in moves]
+        for content in saved:
+            self._pool.hold(content.flat_blocks())
+        for (seq_id, row, *_), content in zip(moves, saved, strict=True):
+            self._drop(seq_id, row, 0)
+            tables.assign(row, content)
+            for group, blocks in enumerate(content.blocks):
+                self._note_held(seq_id, group, int(content.first_block[group]), blocks)
+        self._recorder.counters.forked += len(moves)
 
     def free(self, seq_id: Hashable) -> None:
-        """Lets go of all blocks of `seq_id`. A second free raises UnknownSequenceError and changes
-        nothing."""
+        """Lets go of all blocks of `seq_id`, on the device or on the host.
+
+        A second free raises UnknownSequenceError and changes nothing.
+        """
+        if seq_id in self._tables.away:
+            self._swapper.free(seq_id)
+            return
         row = self._tables.row(seq_id)
-        for group in range(len(self.windows)):
-            # Backwards, so that the end of a chain is evicted before its beginning.
-            self._pool.drop(self._tables.held(group, row)[::-1])
+        self._drop(seq_id, row, 0)
         self._tables.close(seq_id)
 
-    # Sequences grow
+    def preempt(self, seq_id: Hashable) -> None:
+        """Frees `seq_id`, to be admitted again later with the tokens it has now.
+
+        Its digests are remembered, and what it finds in the cache then is not counted as a hit.
+        """
+        row = self._tables.row(seq_id)
+        self._admissions.remember_held(seq_id, row)
+        self._recorder.counters.preempted += 1
+        if self._recorder.subscribers:
+            self._recorder.emit(Preempted(seq_id))
+        self.free(seq_id)
+
+    # Sequences grow and shrink
 
     def append(
         self, seq_ids: Sequence[Hashable], tokens: np.ndarray | Sequence[Tokens], *, lookahead: int = 0
     ) -> Step:
         """Gives the next tokens of each of the distinct sequences their slots: one call for a whole batch.
 
-        tokens: for each sequence its new token ids or, where they are not known, their number; or an
-        integer array
-            [S, n] of n ids for each, the quickest form (n = 1 for decode).
+        tokens: for each sequence its new token ids or, where they are not known, their number; or an integer
+            array [S, n] of n ids for each, the quickest form (n = 1 for decode).
         lookahead: slots to have ready beyond the new tokens (drafts); they are not part of seq_len.
 
-        Raises OutOfBlocksError (needed, free), UnknownSequenceError, DuplicateSequenceError; then nothing
-        has changed for any sequence of the call.
+        Raises OutOfBlocksError (needed, free), UnknownSequenceError, SwappedSequenceError,
+        DuplicateSequenceError, ValueError; then nothing has changed for any sequence of the call.
         """
         tables, pool, size = self._tables, self._pool, self.block_size
         rows = tables.rows(seq_ids)
-        counts = _parse_tokens(tokens, len(rows))
+        counts, ids, unknown = parse_batch(tokens, len(rows))
+        if lookahead < 0:
+            raise ValueError(f"lookahead must be at least 0, not {lookahead}")
+        self.expire_pins()
         old = tables.seq_len[rows]
         new = old + counts
         growth = -(-(new + lookahead) // size) - tables.num_blocks[rows]
         growing = np.flatnonzero(growth > 0)
-        copies = self._plan_copies(rows[(old % size != 0) & (counts > 0)])
+        copies, overwritten = self._plan_copies(rows[(old % size != 0) & (counts > 0)])
         needed = int(growth[growing].sum()) * len(self.windows) + len(copies)
         if needed > pool.num_available:
             raise OutOfBlocksError(needed, pool.num_available)
+        if needed + len(overwritten) <= pool.num_available:  # rather copy than lose what the cache finds
+            copies, overwritten = copies + overwritten, []
 
-        for row, count in zip(rows[growing].tolist(), growth[growing].tolist(), strict=True):
-            self._grow(row, count)
-        block_copies = []
-        for group, row, place in copies:
-            source = int(tables.blocks[group, row, place])
-            destination = pool.take(1)[0]
-            tables.blocks[group, row, place] = destination
-            block_copies.append((source, destination))
-        for source, _ in block_copies:  # only now: no destination may be a source of the same step
-            pool.drop(np.array([source]))
+        for i in growing.tolist():
+            self._grow(seq_ids[i], int(rows[i]), int(growth[i]))
+        for group, row, place in overwritten:
+            block = int(tables.blocks[group, row, place])
+            self._prefix.forget(block)
+            pool.uncache(block)
+        block_copies = self._copy(copies)
         tables.seq_len[rows] = new
-        return Step(self._slots(rows, old, counts), block_copies)
+        slots = self._slots(rows, old, counts)
+        if unknown is not None:
+            unknown &= counts > 0
+            tables.known_len[rows[unknown]] = np.minimum(tables.known_len[rows[unknown]], old[unknown])
+        if ids is not None and self._prefix is not None:
+            self._prefix.tokens.reshape(-1)[slots] = ids
+        return Step(slots, block_copies)
+
+    def commit(self, seq_ids: Sequence[Hashable], seq_lens: Sequence[int] | np.ndarray | None = None) -> None:
+        """Says that the keys and values of each sequence's tokens are computed, the first `seq_lens` or by
+        default all.
+
+        Full blocks of them are published in the prefix cache. A block whose content the cache holds already
+        is let go and the table names the other one instead, so fetch tables after a commit, not before.
+        Blocks that no later token can see through a group's window are let go too. Tokens that may be taken
+        back (drafts) are committed once they are accepted, after `rollback`. Committing before the step runs
+        lets other sequences of the same step hit, as keys and values are written before they are read.
+
+        Raises UnknownSequenceError, SwappedSequenceError, DuplicateSequenceError; ValueError for a length
+        beyond seq_len or below what was committed.
+        """
+        tables = self._tables
+        rows = tables.rows(seq_ids)
+        lengths = tables.seq_len[rows] if seq_lens is None else _lengths("seq_lens", seq_lens, len(rows))
+        wrong = np.flatnonzero((lengths > tables.seq_len[rows]) | (lengths < tables.computed_len[rows]))
+        if len(wrong):
+            row = rows[wrong[0]]
+            raise ValueError(
+                f"seq_lens of sequence {seq_ids[wrong[0]]!r} must be between {tables.computed_len[row]} and"
+                f" {tables.seq_len[row]}, not {lengths[wrong[0]]}"
+            )
+        tables.computed_len[rows] = lengths
+        if self._prefix is not None:
+            full = np.minimum(lengths, tables.known_len[rows]) // self.block_size
+            for i in np.flatnonzero(full > tables.num_named[rows]).tolist():
+                self._publish(seq_ids[i], int(rows[i]), int(full[i]))
+        for group, window in enumerate(self.windows):
+            if window is not None:
+                self._slide(seq_ids, rows, group, window)
+
+    def rollback(self, seq_ids: Sequence[Hashable], seq_lens: Sequence[int] | np.ndarray) -> None:
+        """Cuts each of the distinct sequences to its first `seq_lens` tokens; lookahead blocks are let go
+        too.
+
+        A block that others hold or the prefix cache finds is not changed: the next append copies it if it has
+            to.
+        Raises RollbackError (lowest, highest) for a length beyond seq_len, or one whose next token would see
+        blocks that are behind a window by now; UnknownSequenceError, SwappedSequenceError,
+        DuplicateSequenceError, ValueError; nothing has changed then.
+        """
+        tables, size = self._tables, self.block_size
+        rows = tables.rows(seq_ids)
+        lengths = _lengths("seq_lens", seq_lens, len(rows))
+        highest = tables.seq_len[rows]
+        lowest = np.zeros_like(highest)
+        for window, first in zip(self.windows, tables.first_block[:, rows], strict=True):
+            if window is not None:
+                lowest = np.maximum(lowest, np.where(first > 0, first * size + window - 1, 0))
+        lowest = np.minimum(lowest, highest)
+        wrong = np.flatnonzero((lengths > highest) | (lengths < lowest))
+        if len(wrong):
+            i = wrong[0]
+            raise RollbackError(seq_ids[i], int(lengths[i]), int(lowest[i]), int(highest[i]))
+        num_blocks = -(-lengths // size)
+        for i in np.flatnonzero(lengths < highest).tolist():
+            row, length = int(rows[i]), int(lengths[i])
+            del tables.chains[row].digests[length // size :]
+            if length % size:
+                # What is written there next is other content: to twins on the host the block is another one.
+                self._pool.generation[tables.blocks[:, row, length // size]] += 1
+        for i in np.flatnonzero(num_blocks < tables.num_blocks[rows]).tolist():
+            self._drop(seq_ids[i], int(rows[i]), int(num_blocks[i]))
+        tables.seq_len[rows] = lengths
+        tables.computed_len[rows] = np.minimum(tables.computed_len[rows], lengths)
+        tables.num_named[rows] = np.minimum(tables.num_named[rows], lengths // size)
+        tables.known_len[rows[lengths <= tables.known_len[rows]]] = UNLIMITED
 
     def allocate_token_slot(self, seq_id: Hashable, current_seq_len: int) -> int:
         """The block that holds token number `current_seq_len` (counted from 1) of `seq_id`, in the first
         group.
 
         The smallest useful call: number 1 of an unknown sequence opens it, and the number after its last
-        token appends one, so that counting up gives each token its block. Raises ValueError for a number
-        beyond that, OutOfBlocksError, and SharedBlockError where the append would need a block copy;
-        nothing has changed then.
+            token
+        appends one, so that counting up gives each token its block. Raises ValueError for any other number,
+        OutOfBlocksError, and SharedBlockError where the append would need a block copy; nothing has changed
+        then.
         """
-        if current_seq_len < 1:
-            raise ValueError(f"current_seq_len counts tokens from 1, not {current_seq_len}")
         tables, size = self._tables, self.block_size
-        opened = current_seq_len == 1 and seq_id not in tables.row_of
+        opened = current_seq_len == 1 and seq_id not in tables
         seq_len = 0 if opened else self.seq_len(seq_id)
-        if current_seq_len > seq_len + 1:
+        if not 1 <= current_seq_len <= seq_len + 1:
             raise ValueError(
-                f"current_seq_len of sequence {seq_id!r} must be at most {seq_len + 1}, not {current_seq_len}"
+                f"current_seq_len of {seq_id!r} must be between 1 and {seq_len + 1}, not {current_seq_len}"
             )
+        if opened and not self.admit(seq_id, 1).admitted:
+            raise OutOfBlocksError(len(self.windows), self._pool.num_available)
         if current_seq_len == seq_len + 1:
-            if opened:
-                if self._pool.num_available < len(self.windows):
-                    raise OutOfBlocksError(len(self.windows), self._pool.num_available)
-                tables.open(seq_id)
-            elif seq_len % size and (copies := self._plan_copies(np.array([tables.row_of[seq_id]]))):
+            if seq_len % size and (copies := self._plan_copies(np.array([tables.row(seq_id)]))[0]):
                 group, row, place = copies[0]
                 raise SharedBlockError(seq_id, int(tables.blocks[group, row, place]))
             self.append([seq_id], [1])
-        return int(tables.blocks[0, tables.row_of[seq_id], (current_seq_len - 1) // size])
+        return int(tables.blocks[0, tables.row(seq_id), (current_seq_len - 1) // size])
+
+    # The prefix cache as a whole
+
+    def pin(self, tokens: Tokens, *, keys: Sequence[ContentKey] = (), seconds: float | None = None) -> Pin:
+        """Keeps the cached full blocks of this prefix from eviction, for `seconds` or until `unpin`.
+
+        The answer tells how many tokens are pinned: what is not cached now can't be (0 then). Raises
+            PinBudgetError
+        (needed, left) and changes nothing if that is more than the budget has left.
+        """
+        self.expire_pins()
+        match = Match.empty(len(self.windows))
+        chain = self._admissions.chain(tokens, keys)
+        if chain.prompt:
+            match = self._prefix.find(chain, num_tokens_of(tokens) // self.block_size)
+        blocks = match.flat_blocks()
+        pin = self._pins.add(blocks, match.num_tokens(self.block_size), seconds)
+        self._pool.hold(blocks)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Lets go of a pin; one that has expired or was let go already is ignored."""
+        if pin in self._pins.blocks:
+            self._pool.drop(self._pins.remove(pin)[::-1])
+
+    def expire_pins(self) -> None:
+        """Lets go of the pins whose time is over. Calls that need blocks do this by themselves."""
+        for pin in self._pins.expired():
+            self.unpin(pin)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached content, as after new weights; what runs now is not published any more."""
+        if self._prefix is None:
+            return
+        for pin in list(self._pins.blocks):
+            self.unpin(pin)
+        for block in np.flatnonzero(self._pool.cached).tolist():
+            self._prefix.forget(block)
+            self._pool.uncache(block)
+        tables = self._tables
+        for row in tables.row_of.values():
+            tables.num_named[row] = 0
+            tables.known_len[row] = 0 if tables.seq_len[row] else UNLIMITED
+            tables.chains[row].digests.clear()
+        self._swapper.forget_names()
+        self._admissions.remembered.clear()
+
+    # Swap
+
+    def swap_out(self, seq_ids: Sequence[Hashable]) -> list[tuple[int, int]]:
+        """Moves sequences to host blocks. Returns the (device block, host block) pairs for `swap_blocks`.
+
+        Do the copies before anything else is written. Shared blocks are copied once and stay shared, and
+        lookahead blocks are let go. A swapped sequence can be swapped in or freed, nothing else. Raises
+        OutOfHostBlocksError (needed, free), UnknownSequenceError, SwappedSequenceError,
+        DuplicateSequenceError; then nothing has changed.
+        """
+        pairs = self._swapper.out(seq_ids)
+        self._recorder.counters.swapped_out += len(pairs)
+        if self._recorder.subscribers:
+            self._recorder.emit(SwappedOut(tuple(seq_ids), tuple(pairs)))
+        return pairs
+
+    def swap_in(self, seq_ids: Sequence[Hashable]) -> list[tuple[int, int]]:
+        """Moves sequences back to device blocks. Returns the (host block, device block) pairs for
+        `swap_blocks`.
+
+        What is still on the device, held by others or in the prefix cache, is held again and not copied.
+        Raises OutOfBlocksError (needed, free) if that does not fit, UnknownSequenceError,
+        ResidentSequenceError, DuplicateSequenceError; then nothing has changed.
+        """
+        self.expire_pins()
+        pairs = self._swapper.back(seq_ids)
+        self._recorder.counters.swapped_in += len(pairs)
+        if self._recorder.subscribers:
+            self._recorder.emit(SwappedIn(tuple(seq_ids), tuple(pairs)))
+            for seq_id in seq_ids:
+                row = self._tables.row(seq_id)
+                for group, first in enumerate(self._tables.first_block[:, row].tolist()):
+                    self._note_held(seq_id, group, first, self._tables.held(group, row).tolist())
+        return pairs
 
     # Looking things up
 
     def __contains__(self, seq_id: Hashable) -> bool:
-        return seq_id in self._tables.row_of
+        return seq_id in self._tables
 
     def seq_len(self, seq_id: Hashable) -> int:
         """Tokens that have a slot."""
@@ -262,7 +479,10 @@ class PagedKVCacheManager:
         return tables.blocks[group][rows, :width]
 
     def slots(self, seq_ids: Sequence[Hashable], group: int = 0) -> np.ndarray:
-        """Slot of every token of the sequences in the group, packed in order, [sum(seq_lens)] int64."""
+        """Slot of every token of the sequences in the group, packed in order, [sum(seq_lens)] int64.
+
+        Tokens before the group's window may be without a slot by then; theirs have no meaning.
+        """
         tables, size = self._tables, self.block_size
         rows = tables.rows(seq_ids)
         seq_lens = tables.seq_len[rows].tolist()
@@ -270,7 +490,7 @@ class PagedKVCacheManager:
         offsets = np.arange(size)
         start = 0
         for row, seq_len in zip(rows.tolist(), seq_lens, strict=True):
-            blocks = tables.blocks[group, row, : self._blocks_for(seq_len)].astype(np.int64)
+            blocks = tables.blocks[group, row, : tables.blocks_for(seq_len)].astype(np.int64)
             slots[start : start + seq_len] = (blocks[:, None] * size + offsets).reshape(-1)[:seq_len]
             start += seq_len
         return slots
@@ -280,88 +500,118 @@ class PagedKVCacheManager:
         """Blocks that could be handed out now: free ones and evictable ones."""
         return self._pool.num_available
 
+    def subscribe(self, subscriber: Callable[[Event], None]) -> None:
+        """Calls `subscriber` with every event from now on; see events.py."""
+        self._recorder.subscribers.append(subscriber)
+
     def stats(self) -> Stats:
-        """Counts blocks and slots; costs O(sequences)."""
-        pool, tables, size = self._pool, self._tables, self.block_size
-        rows = np.fromiter(tables.row_of.values(), np.int64, len(tables.row_of))
-        seq_len = tables.seq_len[rows]
-        spare = (tables.num_blocks[rows] - -(-seq_len // size)).sum() * len(self.windows)
-        empty = int(spare) * size
-        fill = seq_len % size
-        for blocks in tables.blocks:
-            partial = fill > 0
-            tails, index = np.unique(blocks[rows[partial], seq_len[partial] // size], return_inverse=True)
-            fullest = np.zeros(len(tails), np.int64)
-            np.maximum.at(fullest, index, fill[partial])
-            # A holder for whom the block is not the last one has filled it.
-            filled = np.bincount(index, minlength=len(tails)) < pool.refs[tails]
-            empty += int((size - fullest)[~filled].sum())
-        used_slots = pool.num_in_use * size
+        """What the blocks are used for now, and totals. Costs O(sequences)."""
+        pool = self._pool
+        used_slots = pool.num_in_use * self.block_size
         return Stats(
             num_blocks=self.num_blocks,
             num_free_blocks=pool.num_free,
             num_evictable_blocks=pool.num_evictable,
             num_used_blocks=pool.num_in_use,
-            num_shared_blocks=int((pool.refs > 1).sum()),
-            num_saved_blocks=int(np.maximum(pool.refs - 1, 0).sum()),
-            num_sequences=len(rows),
+            num_shared_blocks=pool.num_shared,
+            num_saved_blocks=pool.num_holdings - pool.num_in_use,
+            num_pinned_blocks=self._pins.num_pinned,
+            num_host_blocks=self._swapper.host.num_blocks,
+            num_used_host_blocks=self._swapper.host.num_in_use,
+            num_sequences=len(self._tables.row_of),
+            num_swapped_sequences=len(self._tables.away),
             num_used_slots=used_slots,
-            num_held_tokens=used_slots - empty,
+            num_held_tokens=used_slots - count_empty_slots(self._tables, pool),
+            counters=replace(self._recorder.counters),
         )
 
     def check(self) -> None:
-        """Verifies every invariant; raises AssertionError naming the broken one. Costs O(blocks), for
-        tests."""
-        tables = self._tables
-        holders = np.zeros(self.num_blocks, np.int64)
-        for seq_id, row in tables.row_of.items():
-            seq_len, num_blocks = int(tables.seq_len[row]), int(tables.num_blocks[row])
-            if self._blocks_for(seq_len) > num_blocks:
-                raise AssertionError(f"sequence {seq_id!r}: {seq_len} tokens in {num_blocks} blocks")
-            for group in range(len(self.windows)):
-                held = tables.held(group, row)
-                np.add.at(holders, held, 1)
-                if len(np.unique(held)) != len(held):
-                    raise AssertionError(f"sequence {seq_id!r} holds a block twice")
+        """Verifies every invariant; raises AssertionError naming a broken one. For tests: O(blocks)."""
+        holders = self._tables.check(self.num_blocks)
+        for blocks in self._pins.blocks.values():
+            holders[blocks] += 1
         self._pool.check(holders)
+        self._pins.check()
+        self._swapper.check()
+        if self._prefix is not None:
+            self._prefix.check()
+            for row in self._tables.row_of.values():
+                self._prefix.check_sequence(self._tables, row)
 
     # Steps of the calls above
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def _set(self, seq_id: Hashable, group: int, start: int, blocks: list[int]) -> None:
+        """The sequence's table names `blocks` from place `start` on."""
+        row = self._tables.row_of[seq_id]
+        self._tables.blocks[group, row, start : start + len(blocks)] = blocks
+        self._note_held(seq_id, group, start, blocks)
 
-    def _grow(self, row: int, count: int) -> None:
-        """`count` more blocks for the row in every group."""
+    def _grow(self, seq_id: Hashable, row: int, count: int) -> None:
+        """`count` more blocks in every group."""
         tables = self._tables
         start = int(tables.num_blocks[row])
         tables.reserve_width(start + count)
-        for blocks in tables.blocks:
-            last = int(blocks[row, start - 1]) if start else -1
-            blocks[row, start : start + count] = self._pool.take(count, last)
+        for group in range(len(self.windows)):
+            last = int(tables.blocks[group, row, start - 1]) if start > tables.first_block[group, row] else -1
+            self._set(seq_id, group, start, self._pool.take(count, last))
         tables.num_blocks[row] = start + count
 
-    def _plan_copies(self, rows: np.ndarray) -> list[tuple[int, int, int]]:
-        """(group, row, place in the table) of each partial last block that its row must not write in place.
-
-        rows: the sequences about to write into their partial last block.
-        """
+    def _drop(self, seq_id: Hashable, row: int, start: int) -> None:
+        """Lets go of the blocks from place `start` on, in every group."""
         tables = self._tables
+        if self._recorder.subscribers:
+            for group, first in enumerate(tables.first_block[:, row].tolist()):
+                self._recorder.emit(Dropped(seq_id, group, max(start, first), int(tables.num_blocks[row])))
+        self._pool.drop(tables.held_backwards(row, start))
+        tables.num_blocks[row] = start
+
+    def _plan_copies(self, rows: np.ndarray) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """What must happen before the rows write into their partial last blocks, as (group, row, place in the
+        table).
+
+        First the blocks to copy because others hold them, then those that only the prefix cache still finds:
+            these may be
+        copied, or else overwritten and forgotten.
+        """
+        tables, pool = self._tables, self._pool
         places = tables.seq_len[rows] // self.block_size
-        plan = []
+        shared, cached = [], []
         for group, blocks in enumerate(tables.blocks):
             tails = blocks[rows, places]
-            refs = self._pool.refs[tails]
-            if (refs <= 1).all():
+            refs = pool.refs[tails]
+            found = pool.cached[tails]
+            if not (found | (refs > 1)).any():
                 continue
-            holders: dict[int, int] = {}
-            for row, place, block, count in zip(
-                rows.tolist(), places.tolist(), tails.tolist(), refs.tolist(), strict=True
-            ):
-                left = holders.get(block, count)
-                if left > 1:  # every holder but the last moves to a copy; the last one writes in place
-                    holders[block] = left - 1
-                    plan.append((group, row, place))
-        return plan
+            left = dict(zip(tails.tolist(), refs.tolist(), strict=True))
+            for row, place, block in zip(rows.tolist(), places.tolist(), tails.tolist(), strict=True):
+                if left[block] > 1:  # every holder but the last moves to a copy; the last one writes in place
+                    left[block] -= 1
+                    shared.append((group, row, place))
+                elif pool.is_cached[block]:
+                    cached.append((group, row, place))
+        return shared, cached
+
+    def _copy(self, copies: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+        """Gives each (group, row, place) a block of its own for the content it shares now."""
+        tables = self._tables
+        pairs = []
+        for group, row, place in copies:
+            source = int(tables.blocks[group, row, place])
+            after = (
+                int(tables.blocks[group, row, place - 1]) if place > tables.first_block[group, row] else -1
+            )
+            destination = self._pool.take(1, after)[0]
+            tables.blocks[group, row, place] = destination
+            if self._prefix is not None:
+                self._prefix.tokens[destination] = self._prefix.tokens[source]
+            pairs.append((source, destination))
+            if self._recorder.subscribers:
+                seq_id = next(seq_id for seq_id, other in tables.row_of.items() if other == row)
+                self._recorder.emit(Copied(seq_id, group, place, source, destination))
+        for source, _ in pairs:  # only now: no destination may be a source of the same step
+            self._pool.drop(np.array([source]))
+        self._recorder.counters.copied += len(pairs)
+        return pairs
 
     def _slots(self, rows: np.ndarray, old: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Slots of the `counts` tokens after the first `old` of each row, [groups, sum(counts)] int64."""
@@ -375,21 +625,54 @@ class PagedKVCacheManager:
         places, offsets = np.divmod(positions, size)
         return self._tables.blocks[:, rows, places].astype(np.int64) * size + offsets
 
+    def _publish(self, seq_id: Hashable, row: int, full: int) -> None:
+        """Tells the prefix cache of the row's computed blocks up to place `full`; equal ones are merged."""
+        tables, prefix, pool = self._tables, self._prefix, self._pool
+        start, chain = int(tables.num_named[row]), tables.chains[row]
+        prefix.name(chain, tables.blocks[0, row, start:full], start)
+        for group in range(len(self.windows)):
+            blocks = tables.blocks[group, row, start:full].tolist()
+            twins = prefix.store(chain, group, blocks, start)
+            if twins:
+                pool.hold(np.array([known for _, known in twins]))
+                pool.drop(np.array([blocks[place - start] for place, _ in twins]))
+                for place, known in twins:
+                    self._set(seq_id, group, place, [known])
+        tables.num_named[row] = full
 
-def _num_tokens(tokens: Tokens) -> int:
-    if isinstance(tokens, (int, np.integer)):
-        if tokens < 0:
-            raise ValueError(f"a number of tokens must be at least 0, not {tokens}")
-        return int(tokens)
-    return len(tokens)
+    def _slide(self, seq_ids: Sequence[Hashable], rows: np.ndarray, group: int, window: int) -> None:
+        """Lets go of the blocks that no token after the computed ones sees through the window."""
+        tables = self._tables
+        needed = np.maximum(0, tables.computed_len[rows] - window + 1) // self.block_size
+        for i in np.flatnonzero(needed > tables.first_block[group, rows]).tolist():
+            row, old, new = int(rows[i]), int(tables.first_block[group, rows[i]]), int(needed[i])
+            self._pool.drop(tables.blocks[group, row, old:new])
+            tables.first_block[group, row] = new
+            if self._recorder.subscribers:
+                self._recorder.emit(Dropped(seq_ids[i], group, old, new))
+
+    def _open(self, seq_id: Hashable, chain: TokenChain, match: Match, num_tokens: int) -> None:
+        """A row that starts with the cached prefix `match`."""
+        tables = self._tables
+        self._pool.hold(match.flat_blocks())
+        row = tables.open(seq_id, chain)
+        tables.reserve_width(match.num_blocks)
+        tables.num_blocks[row] = match.num_blocks
+        tables.first_block[:, row] = match.first
+        tables.seq_len[row] = tables.computed_len[row] = num_tokens
+        tables.num_named[row] = num_tokens // self.block_size
+        for group, blocks in enumerate(match.blocks):
+            self._set(seq_id, group, match.first[group], blocks)
+
+    def _note_held(self, seq_id: Hashable, group: int, start: int, blocks: list[int]) -> None:
+        if self._recorder.subscribers and blocks:
+            self._recorder.emit(Held(seq_id, group, start, tuple(blocks)))
 
 
-def _parse_tokens(tokens: np.ndarray | Sequence[Tokens], num_seqs: int) -> np.ndarray:
-    """Number of tokens for each sequence, [num_seqs] int64."""
-    if len(tokens) != num_seqs:
+def _lengths(name: str, lengths: Sequence[int] | np.ndarray, num_seqs: int) -> np.ndarray:
+    array = np.asarray(lengths)
+    if array.shape != (num_seqs,) or (num_seqs and array.dtype.kind not in "iu"):
         raise ValueError(
-            f"tokens must have one entry for each of the {num_seqs} sequences, not {len(tokens)}"
+            f"{name} must have one integer for each of the {num_seqs} sequences, not {lengths!r}"
         )
-    if getattr(tokens, "ndim", 0) == 2:
-        return np.full(num_seqs, tokens.shape[1], np.int64)
-    return np.array([_num_tokens(entry) for entry in tokens], np.int64)
+    return array.astype(np.int64)

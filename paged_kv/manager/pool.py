@@ -10,6 +10,7 @@ Invariants, which `check` verifies:
 
     num_free + num_evictable + num_in_use = num_blocks
     is_free[b] or b is in the queue  =>  ref_count[b] = 0,  and never both
+    num_shared = number of blocks with more than one holder,  num_holdings = sum of ref_count
     extent_free[e] = number of free blocks in extent e
     e in whole  <=>  all blocks of e are free;   0 < extent_free[e] < size of e  =>  e in broken
 
@@ -37,6 +38,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_evictable = 0
+        self.num_shared = 0
+        self.num_holdings = 0
         self.on_evict: Callable[[int], None] = lambda block: None
         # [num_blocks] each; an array and a numpy view of its memory, as single items are cheaper to reach
         # in the array.
@@ -45,10 +48,12 @@ class BlockPool:
         self.is_free = bytearray(b"\1" * num_blocks)
         self.is_cached = bytearray(num_blocks)  # the prefix cache finds it: when let go it becomes evictable
         self.cached = np.frombuffer(self.is_cached, np.bool_)
+        # How often a block was handed out, so that someone who remembers it can tell whether it is still the
+        # same.
+        self.generation = np.zeros(num_blocks, np.int32)
         # Extents. `whole` is a stack that pops ascending ids at first; `broken` is used oldest first.
         num_extents = -(-num_blocks // RUN)
-        self._extent_size = array("i", [RUN] * num_extents)
-        self._extent_size[-1] = num_blocks - RUN * (num_extents - 1)
+        self._extent_size = array("i", [min(RUN, num_blocks - RUN * e) for e in range(num_extents)])
         self._extent_free = array("i", self._extent_size)
         self._whole = list(range(num_extents - 1, -1, -1))
         self._broken: deque[int] = deque()
@@ -106,6 +111,8 @@ class BlockPool:
             # Ends of chains come first in the queue, so a chain's ids fall; sorting turns them into runs.
             ids.extend(sorted(self._evict(count - len(ids))))
         self.refs[ids] = 1
+        self.generation[ids] += 1
+        self.num_holdings += count
         return ids
 
     def hold(self, ids: np.ndarray) -> None:
@@ -114,6 +121,8 @@ class BlockPool:
         unheld = ids[refs == 0]
         self._places[unheld] = -1
         self.num_evictable -= len(unheld)
+        self.num_shared += int(np.count_nonzero(refs == 1))
+        self.num_holdings += len(ids)
         self.refs[ids] = refs + 1
 
     def drop(self, ids: np.ndarray) -> None:
@@ -121,19 +130,16 @@ class BlockPool:
         this order."""
         refs = self.refs[ids] - 1
         self.refs[ids] = refs
+        self.num_shared -= int(np.count_nonzero(refs == 1))
+        self.num_holdings -= len(ids)
         unheld = ids[refs == 0]
         if len(unheld):
             cached = self.cached[unheld]
             self._enqueue(unheld[cached])
             self._give_back(unheld[~cached].tolist())
 
-    def touch(self, ids: np.ndarray) -> None:
-        """Makes the distinct evictable blocks `ids` the most recently used, in this order."""
-        self.num_evictable -= len(ids)
-        self._enqueue(ids)
-
     def uncache(self, block: int) -> None:
-        """The prefix cache no longer finds `block`: if nobody holds it, it is free."""
+        """The prefix cache no longer finds `block`, which it did: if nobody holds it, it is free."""
         self.is_cached[block] = 0
         if not self.ref_count[block]:
             self._place[block] = -1
@@ -172,7 +178,7 @@ class BlockPool:
     def _compact(self) -> None:
         """Moves the true entries to the front. Frees at least half the queue, so each entry pays for O(1)
         of it."""
-        ids = np.array(self.evictable())
+        ids = np.array(self.evictable(), np.int64)
         self._head, self._tail = 0, len(ids)
         self._queue_view[: len(ids)] = ids
         self._places[ids] = np.arange(len(ids))
@@ -203,8 +209,9 @@ class BlockPool:
         free = np.frombuffer(self.is_free, np.bool_)
         evictable = np.zeros(self.num_blocks, np.bool_)
         evictable[self.evictable()] = True
-        expect = _expect
         expect((self.refs == holders).all(), "ref_count = number of holders")
+        expect(self.num_shared == (holders > 1).sum(), "num_shared counts the blocks with several holders")
+        expect(self.num_holdings == holders.sum(), "num_holdings sums the holders")
         expect(
             (free.astype(int) + evictable + (holders > 0) == 1).all(), "each block is in exactly one state"
         )
@@ -224,6 +231,6 @@ class BlockPool:
             expect((extent in broken) == bool(self._in_broken[extent]), "in_broken marks what broken lists")
 
 
-def _expect(condition: bool, rule: str) -> None:
+def expect(condition: bool, rule: str) -> None:
     if not condition:
         raise AssertionError(f"broken invariant: {rule}")

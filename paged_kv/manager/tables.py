@@ -1,13 +1,11 @@
-"""The block tables: one row a sequence, in arrays that grow in place, so that a batch of rows is one numpy
-gather.
+"""The block tables: one row a sequence, in arrays that grow in place; a batch of rows is one numpy gather.
 
-Layers may be split into groups (full attention, windows of several lengths). Every group has its own table
-of the same width: entry `position // block_size` of group g names the block that holds that position for
-g's layers.
+Layers may be split into groups (full attention, windows of several lengths). Every group has its own table of
+the same width: entry `position // block_size` of group g names the block that holds that position for g's
+    layers.
 
-    0 <= first_block[g] <= position // block_size < num_blocks     for every position that group g still
-    holds seq_len <= num_blocks * block_size                              slots beyond seq_len are ready for
-    later tokens
+    first_block[g] <= place < num_blocks           for every block that a row holds in group g
+    num_named * block_size <= computed_len <= seq_len <= num_blocks * block_size
 
 Entries outside [first_block, num_blocks) hold 0 or an old id: they are never read as a holding.
 """
@@ -15,44 +13,114 @@ Entries outside [first_block, num_blocks) hold 0 or an old id: they are never re
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import DuplicateSequenceError, UnknownSequenceError
+from ..errors import DuplicateSequenceError, SwappedSequenceError, UnknownSequenceError, UsageError
+from .chain import TokenChain
+from .pool import expect
+
+UNLIMITED = np.iinfo(np.int64).max
+"""known_len of a sequence whose tokens are all known."""
+
+
+@dataclass
+class SavedRow:
+    """A sequence without a row: its block ids mean what its keeper says."""
+
+    state: np.ndarray  # [fields]
+    first_block: np.ndarray  # [groups]
+    blocks: list[list[int]]  # [groups] of the blocks held in the group, in order
+    chain: TokenChain
+
+    @property
+    def num_named(self) -> int:
+        return int(self.state[SequenceTables.FIELDS.index("num_named")])
+
+    def forget_names(self) -> None:
+        self.state[4] = 0
+        self.state[3] = 0 if self.state[1] else UNLIMITED
+        self.chain.digests.clear()
+
+    def flat_blocks(self) -> np.ndarray:
+        """The blocks of all groups, [n] int64."""
+        return np.array([block for blocks in self.blocks for block in blocks], np.int64)
 
 
 class SequenceTables:
     """Rows of sequences. `rows(seq_ids)` gives indices that all arrays here share."""
 
-    def __init__(self, num_groups: int) -> None:
+    FIELDS = ("num_blocks", "seq_len", "computed_len", "known_len", "num_named")
+
+    def __init__(self, num_groups: int, block_size: int) -> None:
+        self.block_size = block_size
         self.row_of: dict[Hashable, int] = {}
+        self.away: dict[Hashable, SavedRow] = {}
+        self.chains: dict[int, TokenChain] = {}  # by row
         self._free_rows: list[int] = []
         self.blocks = np.zeros((num_groups, 0, 8), np.int32)  # [groups, rows, width]
-        self.first_block = np.zeros(
-            (num_groups, 0), np.int64
-        )  # [groups, rows], blocks before it are released
-        self.num_blocks = np.zeros(0, np.int64)  # [rows], released ones included
-        self.seq_len = np.zeros(0, np.int64)  # [rows], tokens with a slot
+        self.first_block = np.zeros((num_groups, 0), np.int64)  # [groups, rows]
+        self._set_state(np.zeros((len(self.FIELDS), 0), np.int64))
 
-    def open(self, seq_id: Hashable) -> int:
-        """A row of length 0 for `seq_id`, which is not held."""
+    def _set_state(self, state: np.ndarray) -> None:
+        self.state = state  # [fields, rows]
+        self.num_blocks = state[0]  # blocks that the table reaches, those behind a window included
+        self.seq_len = state[1]  # tokens with a slot
+        self.computed_len = state[2]  # of these, tokens whose keys and values are there
+        self.known_len = state[3]  # tokens before the first one without an id, UNLIMITED if there is none
+        self.num_named = state[4]  # full blocks that the prefix cache was told of
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def __contains__(self, seq_id: Hashable) -> bool:
+        return seq_id in self.row_of or seq_id in self.away
+
+    def open(self, seq_id: Hashable, chain: TokenChain) -> int:
+        """A row of length 0 for `seq_id`, which has none."""
         if not self._free_rows:
             self._add_rows()
         row = self._free_rows.pop()
         self.row_of[seq_id] = row
+        self.chains[row] = chain
         self.first_block[:, row] = 0
-        self.num_blocks[row] = 0
-        self.seq_len[row] = 0
+        self.state[:, row] = 0
+        self.known_len[row] = UNLIMITED
         return row
 
     def close(self, seq_id: Hashable) -> None:
-        self._free_rows.append(self.row_of.pop(seq_id))
+        row = self.row_of.pop(seq_id)
+        del self.chains[row]
+        self._free_rows.append(row)
+
+    def save(self, row: int) -> SavedRow:
+        """What the row holds, without lookahead blocks."""
+        state, first = self.state[:, row].copy(), self.first_block[:, row].copy()
+        state[0] = stop = self.blocks_for(int(self.seq_len[row]))
+        blocks = [self.blocks[group, row, start:stop].tolist() for group, start in enumerate(first)]
+        return SavedRow(state, first, blocks, self.chains[row].copy())
+
+    def assign(self, row: int, saved: SavedRow) -> None:
+        """Gives the row what was saved."""
+        self.chains[row] = saved.chain
+        self.state[:, row] = saved.state
+        self.first_block[:, row] = saved.first_block
+        self.reserve_width(int(self.num_blocks[row]))
+        for group in range(len(self.blocks)):
+            self.held(group, row)[:] = saved.blocks[group]
+
+    def restore(self, seq_id: Hashable, saved: SavedRow) -> int:
+        """A row for `seq_id`, which has none, with what was saved."""
+        row = self.open(seq_id, saved.chain)
+        self.assign(row, saved)
+        return row
 
     def row(self, seq_id: Hashable) -> int:
         try:
             return self.row_of[seq_id]
         except KeyError:
-            raise UnknownSequenceError(seq_id) from None
+            raise self._no_row(seq_id) from None
 
     def rows(self, seq_ids: Sequence[Hashable]) -> np.ndarray:
         """Row of each of the distinct sequences, [len(seq_ids)] int64."""
@@ -60,19 +128,30 @@ class SequenceTables:
         try:
             rows = [row_of[seq_id] for seq_id in seq_ids]
         except KeyError as error:
-            raise UnknownSequenceError(error.args[0]) from None
+            raise self._no_row(error.args[0]) from None
         if len(set(rows)) != len(rows):
             twice = next(seq_id for i, seq_id in enumerate(seq_ids) if seq_id in seq_ids[:i])
             raise DuplicateSequenceError(twice, "is named twice in one call")
         return np.array(rows, np.int64)
 
+    def _no_row(self, seq_id: Hashable) -> UsageError:
+        return SwappedSequenceError(seq_id) if seq_id in self.away else UnknownSequenceError(seq_id)
+
     def held(self, group: int, row: int) -> np.ndarray:
         """The blocks that the row holds in the group, in order: a view, [n] int32."""
         return self.blocks[group, row, self.first_block[group, row] : self.num_blocks[row]]
 
+    def held_backwards(self, row: int, start: int = 0) -> np.ndarray:
+        """The blocks that the row holds at `start` and later, of all groups, last place first: [n] int32.
+
+        The order in which they are let go, so that the end of a chain is evicted before its beginning.
+        """
+        stop = int(self.num_blocks[row])
+        places = np.arange(stop - 1, start - 1, -1)[:, None]
+        return self.blocks[:, row, start:stop].T[::-1][places >= self.first_block[:, row]]
+
     def reserve_width(self, width: int) -> None:
-        """Makes room for tables of `width` blocks, at least doubling, so that growth costs O(1) an
-        entry."""
+        """Makes room for tables of `width` blocks, at least doubling, so that growth costs O(1) an entry."""
         groups, rows, old = self.blocks.shape
         if width > old:
             wider = np.zeros((groups, rows, max(width, 2 * old)), np.int32)
@@ -83,12 +162,38 @@ class SequenceTables:
         old = self.blocks.shape[1]
         new = max(8, 2 * old)
 
-        def grown(array: np.ndarray, axis: int) -> np.ndarray:
-            pad = [(0, new - old if i == axis else 0) for i in range(array.ndim)]
-            return np.pad(array, pad)
+        def grown(array: np.ndarray) -> np.ndarray:
+            bigger = np.zeros((array.shape[0], new, *array.shape[2:]), array.dtype)
+            bigger[:, :old] = array
+            return bigger
 
-        self.blocks = grown(self.blocks, 1)
-        self.first_block = grown(self.first_block, 1)
-        self.num_blocks = grown(self.num_blocks, 0)
-        self.seq_len = grown(self.seq_len, 0)
+        self.blocks = grown(self.blocks)
+        self.first_block = grown(self.first_block)
+        self._set_state(grown(self.state))
         self._free_rows.extend(range(new - 1, old - 1, -1))
+
+    # Proof
+
+    def check(self, num_pool_blocks: int) -> np.ndarray:
+        """Verifies the invariants above; returns how many entries name each block, [num_pool_blocks]."""
+        holders = np.zeros(num_pool_blocks, np.int64)
+        rows = list(self.row_of.values())
+        expect(
+            sorted(rows + self._free_rows) == list(range(self.blocks.shape[1])),
+            "each row has one user or is free",
+        )
+        expect(set(rows) == set(self.chains), "each row in use has a chain")
+        expect(not self.row_of.keys() & self.away.keys(), "a sequence is on the device or on the host")
+        for row in rows:
+            num_blocks, seq_len, computed_len, known_len, num_named = self.state[:, row].tolist()
+            expect(
+                0 <= num_named * self.block_size <= min(computed_len, known_len), "named blocks are computed"
+            )
+            expect(computed_len <= seq_len <= num_blocks * self.block_size, "every token has a slot")
+            expect(len(self.chains[row].digests) >= num_named, "named blocks have a digest")
+            for group in range(len(self.blocks)):
+                expect(0 <= self.first_block[group, row] <= num_blocks, "first_block is a place of the table")
+                held = self.held(group, row)
+                expect(len(np.unique(held)) == len(held), "a sequence holds a block once")
+                holders[held] += 1
+        return holders

@@ -1,0 +1,112 @@
+"""The names of full blocks: a SHA-256 chain, equal in every process.
+
+    root      = sha256(identity of the cache | keys of the whole sequence)
+    digest[i] = sha256(digest[i - 1], or root | tokens of block i as little-endian int32 | keys within block
+    i)
+
+so a digest names a block's tokens, everything before them and everything else that gave them their meaning.
+Fields of variable length carry their length, so that no two different inputs become the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+BYTES_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class ContentKey:
+    """Something that keys and values depend on and token ids do not tell.
+
+    kind: "salt", "adapter", "media" or any other word: equal values of different kinds never meet.
+    value: its name or content hash.
+    start, stop: the tokens it belongs to, as an image's placeholder; without `stop`, the whole sequence.
+    """
+
+    kind: str
+    value: str | bytes
+    start: int = 0
+    stop: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or (self.start if self.stop is None else self.start >= self.stop):
+            raise ValueError(
+                f"start must come before stop, and be 0 without a stop, not {self.start}, {self.stop}"
+            )
+
+    def encode(self, first: int) -> bytes:
+        """Kind, value and, unless it belongs to the whole sequence, its tokens counted from token `first`."""
+        value = self.value.encode() if isinstance(self.value, str) else self.value
+        span = b"" if self.stop is None else _number(self.start - first) + _number(self.stop - first)
+        return _field(self.kind.encode()) + _field(value) + span
+
+
+def root_digest(identity: str, block_size: int, keys: Sequence[ContentKey]) -> bytes:
+    """What stands before the first block's digest, for a sequence with these keys."""
+    header = _field(b"paged_kv") + _field(identity.encode()) + _number(block_size)
+    return sha256(header + b"".join(sorted({key.encode(0) for key in keys if key.stop is None}))).digest()
+
+
+class TokenChain:
+    """The digests of one sequence's full blocks; each block is hashed once, when its name is first asked for.
+
+    prompt: the tokens that admission knew, as int32 bytes: digests may be taken from it before its tokens
+        have slots.
+    """
+
+    __slots__ = ("block_size", "digests", "keys", "prompt", "root")
+
+    def __init__(self, root: bytes, block_size: int, prompt: bytes, keys: Sequence[ContentKey]) -> None:
+        self.root = root
+        self.block_size = block_size
+        self.prompt = prompt
+        self.keys = tuple(key for key in keys if key.stop is not None)  # the others are in the root
+        self.digests: list[bytes] = []
+
+    @property
+    def block_bytes(self) -> int:
+        return BYTES_PER_TOKEN * self.block_size
+
+    def extend(self, tokens: bytes, start: int, count: int) -> None:
+        """Hashes the next `count` blocks, whose bytes begin at block `start` of `tokens`."""
+        digests = self.digests
+        digest = digests[-1] if digests else self.root
+        size = self.block_bytes
+        for place in range(start * size, (start + count) * size, size):
+            block = tokens[place : place + size]
+            if self.keys:
+                block += self.keys_within(len(digests))
+            digest = sha256(digest + block).digest()
+            digests.append(digest)
+
+    def extend_from_prompt(self, count: int) -> None:
+        """Hashes up to `count` blocks of the prompt beyond those that have their digest."""
+        known = len(self.digests)
+        full = len(self.prompt) // self.block_bytes
+        self.extend(self.prompt, known, min(count, full - known))
+
+    def parent(self, index: int) -> bytes:
+        return self.digests[index - 1] if index else self.root
+
+    def keys_within(self, index: int) -> bytes:
+        """The keys that touch block `index`, with where they start relative to it."""
+        first, last = index * self.block_size, (index + 1) * self.block_size
+        return b"".join(
+            sorted({key.encode(first) for key in self.keys if key.start < last and first < key.stop})
+        )
+
+    def copy(self) -> TokenChain:
+        twin = TokenChain(self.root, self.block_size, self.prompt, self.keys)
+        twin.digests = self.digests.copy()
+        return twin
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(8, "little", signed=True)
+
+
+def _field(value: bytes) -> bytes:
+    return len(value).to_bytes(4, "little") + value

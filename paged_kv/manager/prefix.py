@@ -1,0 +1,250 @@
+"""The prefix cache: finds the blocks that hold a prompt's beginning already.
+
+    blocks[group][digest] = b   <=>   is_cached[b], digest_of[b] = digest, group_of[b] = group
+    digest_of[b] is the chain digest of tokens[b]
+
+`tokens` shadows the cache tensors, one id where they have a key and a value: a slot's token is written there
+    when the
+slot is given out and moves with every block copy. It is what a full block is hashed from, and what a hit is
+verified with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .chain import TokenChain
+from .events import Evicted, Recorder, Stored
+from .pool import BlockPool, expect
+from .tables import SequenceTables
+
+LOOKUP_STRIDE = 32  # blocks hashed at a time when a prompt is looked up: what is not found is published later
+PARTIAL_CANDIDATES = 8  # blocks compared for a partial hit: the latest, so that the cost stays O(1)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A cached prefix of `num_blocks` blocks; `blocks[g]` are those of places first[g] to num_blocks."""
+
+    num_blocks: int
+    first: list[int]
+    blocks: list[list[int]]
+    num_partial_tokens: int = 0  # if not 0, only so many tokens of the last block are the prompt's
+
+    @staticmethod
+    def empty(num_groups: int) -> Match:
+        return Match(0, [0] * num_groups, [[] for _ in range(num_groups)])
+
+    def num_tokens(self, block_size: int) -> int:
+        missing = block_size - self.num_partial_tokens if self.num_partial_tokens else 0
+        return self.num_blocks * block_size - missing
+
+    def flat_blocks(self) -> np.ndarray:
+        """The blocks of all groups, [n] int64."""
+        return np.array([block for blocks in self.blocks for block in blocks], np.int64)
+
+
+class PrefixCache:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        windows: tuple[int | None, ...],
+        recorder: Recorder,
+        partial_hits: bool,
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.windows = windows
+        self.recorder = recorder
+        self.blocks: list[dict[bytes, int]] = [{} for _ in windows]
+        self.digest_of: list[bytes | None] = [None] * pool.num_blocks
+        self.group_of = bytearray(pool.num_blocks)
+        self.tokens = np.zeros((pool.num_blocks, block_size), np.int32)
+        # For partial hits: parent digest -> digests that continue it (a dict for its order), and the way
+        # back.
+        self.continuations: dict[bytes, dict[bytes, None]] | None = {} if partial_hits else None
+        self.parent_of: dict[bytes, bytes] = {}
+        pool.on_evict = self.forget
+
+    # Finding
+
+    def find(self, chain: TokenChain, limit: int) -> Match:
+        """The longest cached prefix of the chain's prompt, of at most `limit` blocks."""
+        found, count = self._walk(chain, limit)
+        num_blocks = count
+        runs = []  # per window group: cached blocks in a row that end before each place
+        for group, window in enumerate(self.windows):
+            if window is not None:
+                present = self._present(chain, group, count)
+                found[group] = present
+                run = [0]
+                for block in present:
+                    run.append(run[-1] + 1 if block >= 0 else 0)
+                runs.append((window, run))
+        while num_blocks and not all(
+            run[num_blocks] >= num_blocks - self.first_needed(window, num_blocks * self.block_size)
+            for window, run in runs
+        ):
+            num_blocks -= 1
+        first = [self.first_needed(window, num_blocks * self.block_size) for window in self.windows]
+        return Match(
+            num_blocks, first, [blocks[f:num_blocks] for blocks, f in zip(found, first, strict=True)]
+        )
+
+    def extend_partially(self, chain: TokenChain, match: Match, max_tokens: int) -> Match:
+        """`match` and a block of which 1 to `max_tokens` tokens go on with the prompt, if there is one."""
+        place = match.num_blocks
+        start = place * self.block_size
+        prompt = np.frombuffer(chain.prompt, np.int32)
+        want = prompt[start : start + min(max_tokens, self.block_size)]
+        if self.continuations is None or not len(want) or chain.keys_within(place):
+            return match
+        best, length = None, 0
+        siblings = self.continuations.get(chain.parent(place), {})
+        for digest, _ in zip(reversed(siblings), range(PARTIAL_CANDIDATES), strict=False):
+            blocks = [cached.get(digest) for cached in self.blocks]
+            if None in blocks:
+                continue
+            same = int(np.logical_and.accumulate(self.tokens[blocks[0], : len(want)] == want).sum())
+            if same > length:
+                best, length = blocks, same
+        if best is None:
+            return match
+        extended = [[*blocks, block] for blocks, block in zip(match.blocks, best, strict=True)]
+        return Match(place + 1, match.first, extended, length)
+
+    def first_needed(self, window: int | None, seq_len: int) -> int:
+        """First place that the token after `seq_len` tokens can see."""
+        return 0 if window is None else max(0, seq_len - window + 1) // self.block_size
+
+    def _walk(self, chain: TokenChain, limit: int) -> tuple[list[list[int]], int]:
+        """Blocks of the full-attention groups as far as all of them have one, and how many places that is."""
+        digests, count = chain.digests, 0
+        found: list[list[int]] = [[] for _ in self.windows]
+        lookups = [
+            (self.blocks[g].get, found[g].append) for g, window in enumerate(self.windows) if window is None
+        ]
+        missed = False
+        while count < limit and not missed:
+            if count == len(digests):
+                chain.extend_from_prompt(min(LOOKUP_STRIDE, limit - count))
+            for digest in digests[count:limit]:
+                for get, append in lookups:
+                    block = get(digest)
+                    if block is None:
+                        missed = True
+                        break
+                    append(block)
+                if missed:
+                    break
+                count += 1
+        for group, window in enumerate(self.windows):
+            if window is None:
+                count = min(count, self._verified(chain, found[group][:count]))
+        return found, count
+
+    def _present(self, chain: TokenChain, group: int, count: int) -> list[int]:
+        """The group's block at each of the first `count` places, -1 where there is none."""
+        get = self.blocks[group].get
+        blocks = np.array([get(digest, -1) for digest in chain.digests[:count]], np.int64)
+        return np.where(self._agree(chain, blocks), blocks, -1).tolist()
+
+    def _verified(self, chain: TokenChain, blocks: list[int]) -> int:
+        """How many of the blocks, from the first on, hold the prompt's own tokens."""
+        wrong = np.flatnonzero(~self._agree(chain, np.array(blocks, np.int64)))
+        return int(wrong[0]) if len(wrong) else len(blocks)
+
+    def _agree(self, chain: TokenChain, blocks: np.ndarray) -> np.ndarray:
+        want = np.frombuffer(chain.prompt, np.int32, len(blocks) * self.block_size)
+        return (self.tokens[blocks] == want.reshape(-1, self.block_size)).all(axis=1)
+
+    # Storing and forgetting
+
+    def name(self, chain: TokenChain, blocks: np.ndarray, start: int) -> None:
+        """Makes sure that the chain has the digests of `blocks`, which hold its places from `start` on."""
+        tokens = self.tokens[blocks].tobytes()
+        size = chain.block_bytes
+        ahead = min(len(chain.digests) - start, len(blocks))
+        if ahead > 0 and chain.prompt[start * size : (start + ahead) * size] != tokens[: ahead * size]:
+            del chain.digests[start:]  # other tokens were appended than admission was told
+        hashed = len(chain.digests) - start
+        if hashed < len(blocks):
+            chain.extend(tokens, hashed, len(blocks) - hashed)
+        if len(chain.digests) == start + len(blocks):
+            chain.prompt = b""
+
+    def store(self, chain: TokenChain, group: int, blocks: list[int], start: int) -> list[tuple[int, int]]:
+        """Publishes `blocks`, which hold the chain's places from `start` on, under their digests.
+
+        Returns (place, block) of those whose content the cache holds already in another block.
+        """
+        cached, digest_of, is_cached = self.blocks[group], self.digest_of, self.pool.is_cached
+        twins = []
+        stored = 0
+        for place, block in enumerate(blocks, start):
+            digest = chain.digests[place]
+            known = cached.setdefault(digest, block)
+            if known != block:
+                twins.append((place, known))
+            elif not is_cached[block]:
+                digest_of[block] = digest
+                is_cached[block] = 1
+                self.group_of[block] = group
+                stored += 1
+                if self.continuations is not None and not (chain.keys and chain.keys_within(place)):
+                    self.continuations.setdefault(chain.parent(place), {})[digest] = None
+                    self.parent_of[digest] = chain.parent(place)
+                if self.recorder.subscribers:
+                    tokens = tuple(self.tokens[block].tolist())
+                    self.recorder.emit(Stored(group, block, digest, chain.parent(place), tokens))
+        self.recorder.counters.stored += stored
+        return twins
+
+    def forget(self, block: int) -> None:
+        """The block's content is no longer found; `is_cached` is the pool's to clear."""
+        digest, group = self.digest_of[block], self.group_of[block]
+        self.digest_of[block] = None
+        del self.blocks[group][digest]
+        self.recorder.counters.evicted += 1
+        if self.parent_of and not any(digest in cached for cached in self.blocks):
+            self._forget_continuation(digest)
+        if self.recorder.subscribers:
+            self.recorder.emit(Evicted(group, block, digest))
+
+    def _forget_continuation(self, digest: bytes) -> None:
+        parent = self.parent_of.pop(digest, None)
+        if parent is not None:
+            siblings = self.continuations[parent]
+            del siblings[digest]
+            if not siblings:
+                del self.continuations[parent]
+
+    # Proof
+
+    def check(self) -> None:
+        """Verifies the invariants above, but for what a digest is made from: see `check_sequence`."""
+        for group, cached in enumerate(self.blocks):
+            for digest, block in cached.items():
+                expect(self.digest_of[block] == digest, "a block is found under its own digest")
+                expect(self.group_of[block] == group, "a block is found in its own group")
+        named = [block for block, digest in enumerate(self.digest_of) if digest is not None]
+        expect(named == np.flatnonzero(self.pool.cached).tolist(), "is_cached marks the blocks with a digest")
+        expect(len(named) == sum(map(len, self.blocks)), "a block with a digest is found under it")
+        kept = [digest for siblings in (self.continuations or {}).values() for digest in siblings]
+        expect(sorted(kept) == sorted(self.parent_of), "a continuation knows its parent")
+        expect(all(any(d in cached for cached in self.blocks) for d in kept), "continuations are cached")
+
+    def check_sequence(self, tables: SequenceTables, row: int) -> None:
+        """Verifies that the row's named blocks are found under its chain's digests; hashes these again."""
+        chain, num_named = tables.chains[row], int(tables.num_named[row])
+        again = TokenChain(chain.root, self.block_size, b"", chain.keys)
+        for group, first in enumerate(tables.first_block[:, row].tolist()):
+            blocks = tables.blocks[group, row, first:num_named].tolist()
+            found = [self.blocks[group].get(digest) for digest in chain.digests[first:num_named]]
+            expect(blocks == found, "a named block is the one found under its digest")
+            again.digests = chain.digests[:first]
+            again.extend(self.tokens[blocks].tobytes(), 0, len(blocks))
+            expect(again.digests == chain.digests[:num_named] or not blocks, "a digest is that of the tokens")

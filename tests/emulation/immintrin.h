@@ -1,0 +1,82 @@
+// Twin of <immintrin.h>, put first on the include path of a test build: AVX-512 kernels on a machine that has only
+// AVX2. SIMDe (https://github.com/simd-everywhere/simde) says what each instruction does; what it lacks, and masked
+// loads and stores, which must not touch a byte outside of the mask, are written out here.
+#pragma once
+
+#include_next <immintrin.h>
+
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512/dpbf16.h>
+#include <simde/x86/avx512/fmadd.h>
+#include <simde/x86/avx512/shuffle.h>
+#include <simde/x86/avx512/unpackhi.h>
+#include <simde/x86/avx512/unpacklo.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace emulation {
+
+template <class Vector, class Element>
+inline Vector load(uint32_t mask, const void* memory) {
+  Element lanes[sizeof(Vector) / sizeof(Element)]{};
+  for (size_t i = 0; i < sizeof(Vector) / sizeof(Element); ++i) {
+    if (mask >> i & 1) std::memcpy(lanes + i, static_cast<const Element*>(memory) + i, sizeof(Element));
+  }
+  Vector v;
+  std::memcpy(&v, lanes, sizeof(v));
+  return v;
+}
+
+template <class Vector, class Element>
+inline void store(void* memory, uint32_t mask, Vector v) {
+  Element lanes[sizeof(Vector) / sizeof(Element)];
+  std::memcpy(lanes, &v, sizeof(v));
+  for (size_t i = 0; i < sizeof(Vector) / sizeof(Element); ++i) {
+    if (mask >> i & 1) std::memcpy(static_cast<Element*>(memory) + i, lanes + i, sizeof(Element));
+  }
+}
+
+inline simde__m512 from_half(uint32_t mask, __m256i halves) {
+  __m256 parts[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+                     _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+  return load<simde__m512, float>(mask, parts);
+}
+
+template <int kRounding>
+inline __m256i to_half(uint32_t mask, simde__m512 v) {
+  __m256 parts[2];
+  std::memcpy(parts, &v, sizeof(v));
+  const __m128i halves[2] = {_mm256_cvtps_ph(parts[0], kRounding & 7), _mm256_cvtps_ph(parts[1], kRounding & 7)};
+  return load<__m256i, uint16_t>(mask, halves);
+}
+
+}  // namespace emulation
+
+#undef _mm512_maskz_loadu_epi32
+#undef _mm512_maskz_loadu_epi16
+#undef _mm256_maskz_loadu_epi16
+#undef _mm_maskz_loadu_epi8
+#undef _mm512_mask_storeu_epi32
+#undef _mm256_mask_storeu_epi16
+#undef _mm_mask_storeu_epi8
+#undef _mm512_maskz_cvtph_ps
+#undef _mm512_maskz_cvtps_ph
+#define _mm512_maskz_loadu_epi32(mask, memory) emulation::load<simde__m512i, uint32_t>(mask, memory)
+#define _mm512_maskz_loadu_epi16(mask, memory) emulation::load<simde__m512i, uint16_t>(mask, memory)
+#define _mm256_maskz_loadu_epi16(mask, memory) emulation::load<__m256i, uint16_t>(mask, memory)
+#define _mm_maskz_loadu_epi8(mask, memory) emulation::load<__m128i, uint8_t>(mask, memory)
+#define _mm512_mask_storeu_epi32(memory, mask, v) emulation::store<simde__m512i, uint32_t>(memory, mask, v)
+#define _mm256_mask_storeu_epi16(memory, mask, v) emulation::store<__m256i, uint16_t>(memory, mask, v)
+#define _mm_mask_storeu_epi8(memory, mask, v) emulation::store<__m128i, uint8_t>(memory, mask, v)
+#define _mm512_maskz_cvtph_ps(mask, v) emulation::from_half(mask, v)
+#define _mm512_maskz_cvtps_ph(mask, v, rounding) emulation::to_half<rounding>(mask, v)
+
+// What the kernels ask the compiler for.
+#define __AVX512F__ 1
+#define __AVX512BW__ 1
+#define __AVX512DQ__ 1
+#define __AVX512VL__ 1
+#ifdef PAGED_KV_EMULATE_BF16
+#define __AVX512BF16__ 1
+#endif
