@@ -148,13 +148,21 @@ PAGED_KV_INLINE void multiply_ragged(const typename P::Operand* weights, const f
   }
 }
 
-// scores = query . keys for kBlockRows rows, in the panels that hold keys [begin, end) of the tile.
+// scores = query . keys for kBlockRows rows and one panel of keys.
 template <class P>
 void score_block(const PrefillScratch<P>& scratch, int64_t row, int64_t padded_dim, int64_t panel) {
+  constexpr int64_t kStepsPerSum = 128 / P::kPair;  // one chain of 256 sums had 2.5 times the error of PyTorch's
+  const int64_t steps = padded_dim / P::kPair;
   Chunk sums[kBlockRows]{};
-  multiply<P, kBlockRows>(scratch.query + row * padded_dim, padded_dim,
-                          scratch.key_panels + panel * (padded_dim / P::kPair * kPanel), 0, padded_dim / P::kPair,
-                          sums);
+  for (int64_t first = 0; first < steps; first += kStepsPerSum) {
+    Chunk part[kBlockRows]{};
+    multiply<P, kBlockRows>(scratch.query + row * padded_dim, padded_dim, scratch.key_panels + panel * (steps * kPanel),
+                            first, std::min(steps, first + kStepsPerSum), part);
+    for (int r = 0; r < kBlockRows; ++r) {
+      sums[r].low += part[r].low;
+      sums[r].high += part[r].high;
+    }
+  }
   for (int r = 0; r < kBlockRows; ++r) {
     store(scratch.scores + (row + r) * kTile + panel * kPanel, sums[r].low);
     store(scratch.scores + (row + r) * kTile + panel * kPanel + kWidth, sums[r].high);
