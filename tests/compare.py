@@ -5,6 +5,9 @@ from torch import Tensor
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 FEW = 256  # elements in a result too small for its largest error to mean something
+# Below this all counts as zero: a weight may stop at the smallest normal number, so that an infinite value is
+# still infinite after it, as in exact arithmetic.
+UNDERFLOW = 1e-35
 
 # Error that PyTorch's attention may make, as a share of the largest value, before it is the test that must be
 # wrong: a tolerance taken from a larger one would let anything pass.
@@ -55,7 +58,7 @@ def assert_close(actual: Tensor, exact: Tensor, error: float, what: str) -> None
     same = torch.where(exact.isnan(), wide.isnan(), wide == exact)
     wrong = (special | ~wide.isfinite()) & ~same
     _tell(wrong, actual, exact, wrong.double(), f"{what}: inf and NaN differ")
-    excess = (wide - exact).abs() - 2 * error - torch.finfo(actual.dtype).eps * exact.abs()
+    excess = (wide - exact).abs() - 2 * error - torch.finfo(actual.dtype).eps * exact.abs() - UNDERFLOW
     _tell(
         ~special & (excess > 0), actual, exact, excess, f"{what}: error beyond 2 x {error:.2e} and a rounding"
     )

@@ -118,7 +118,7 @@ def test_out_overload_writes_the_same_bits_and_nothing_else(dtype: torch.dtype, 
 def test_merging_attention_over_two_parts_gives_attention_over_both(
     dtype: torch.dtype, cut: int, backend
 ) -> None:
-    """As cascade attention does: new tokens over a shared prefix, which lies wholly before them, and the rest.
+    """As cascade attention does: new tokens over a shared prefix, which lies wholly before them, and rest.
 
     The first call has more queries than keys where the prefix is short.
     """
