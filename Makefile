@@ -21,8 +21,9 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
 demo: $(VENV)/built
 	$(BIN)/python -m paged_kv generate
 
+# Threads wait asleep: spinning, those of one process would hold up the others that share its cores.
 test: $(VENV)/built-for-tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/built
 	$(BIN)/python -m bench
