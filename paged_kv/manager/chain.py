@@ -88,6 +88,17 @@ class TokenChain:
         full = len(self.prompt) // self.block_bytes
         self.extend(self.prompt, known, min(count, full - known))
 
+    def name(self, tokens: bytes, start: int, count: int) -> None:
+        """Makes sure that there are the digests of `count` blocks from `start` on, which hold `tokens`."""
+        digests, size = self.digests, self.block_bytes
+        ahead = min(len(digests) - start, count)
+        if ahead > 0 and self.prompt[start * size : (start + ahead) * size] != tokens[: ahead * size]:
+            del digests[start:]  # other tokens were appended than admission was told
+            ahead = 0
+        if ahead < count:
+            self.extend(tokens, ahead, count - ahead)
+            self.prompt = b""  # all that it could still tell is in the blocks now
+
     def parent(self, index: int) -> bytes:
         return self.digests[index - 1] if index else self.root
 

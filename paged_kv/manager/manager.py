@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import DuplicateSequenceError, OutOfBlocksError, RollbackError, SharedBlockError
 from .admission import Admission, Admissions, AdmissionStatus
-from .chain import ContentKey, TokenChain
+from .chain import BYTES_PER_TOKEN, ContentKey, TokenChain
 from .events import Copied, Dropped, Event, Forked, Held, Preempted, Recorder, SwappedIn, SwappedOut
 from .pins import Pin, Pins
-from .pool import BlockPool
+from .pool import BlockPool, expect
 from .prefix import Match, PrefixCache
 from .stats import Stats, count_empty_slots
 from .swap import Swapper
@@ -35,8 +36,7 @@ from .tables import UNLIMITED, SequenceTables
 from .tokens import Tokens, num_tokens_of, parse_batch
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Answer of `append`: first do the copies, then write the tokens to their slots.
 
     slot_mappings: [groups, T] int64, the slot of each new token, packed in the order of the call.
@@ -173,6 +173,7 @@ class PagedKVCacheManager:
         parent = self._tables.row(seq_id)
         if child_id in self._tables:
             raise DuplicateSequenceError(child_id, "is admitted already")
+        self._tables.room[parent] = 0
         child = self._tables.restore(child_id, self._tables.save(parent))
         self._pool.hold(self._tables.held_backwards(child))
         self._recorder.counters.forked += 1
@@ -199,6 +200,7 @@ class PagedKVCacheManager:
         ]
         moves = [move for move in moves if move[1] != move[3]]
         saved = [tables.save(parent) for *_, parent in moves]
+        tables.room[[parent for *_, parent in moves]] = 0
         for content in saved:
             self._pool.hold(content.flat_blocks())
         for (seq_id, row, *_), content in zip(moves, saved, strict=True):
@@ -246,37 +248,27 @@ class PagedKVCacheManager:
         Raises OutOfBlocksError (needed, free), UnknownSequenceError, SwappedSequenceError,
         DuplicateSequenceError, ValueError; then nothing has changed for any sequence of the call.
         """
-        tables, pool, size = self._tables, self._pool, self.block_size
+        tables = self._tables
         rows = tables.rows(seq_ids)
-        counts, ids, unknown = parse_batch(tokens, len(rows))
+        batch = parse_batch(tokens, len(rows))
         if lookahead < 0:
             raise ValueError(f"lookahead must be at least 0, not {lookahead}")
         self.expire_pins()
-        old = tables.seq_len[rows]
-        new = old + counts
-        growth = -(-(new + lookahead) // size) - tables.num_blocks[rows]
-        growing = np.flatnonzero(growth > 0)
-        copies, overwritten = self._plan_copies(rows[(old % size != 0) & (counts > 0)])
-        needed = int(growth[growing].sum()) * len(self.windows) + len(copies)
-        if needed > pool.num_available:
-            raise OutOfBlocksError(needed, pool.num_available)
-        if needed + len(overwritten) <= pool.num_available:  # rather copy than lose what the cache finds
-            copies, overwritten = copies + overwritten, []
-
-        for i in growing.tolist():
-            self._grow(seq_ids[i], int(rows[i]), int(growth[i]))
-        for group, row, place in overwritten:
-            block = int(tables.blocks[group, row, place])
-            self._prefix.forget(block)
-            pool.uncache(block)
-        block_copies = self._copy(copies)
-        tables.seq_len[rows] = new
-        slots = self._slots(rows, old, counts)
-        if unknown is not None:
-            unknown &= counts > 0
-            tables.known_len[rows[unknown]] = np.minimum(tables.known_len[rows[unknown]], old[unknown])
-        if ids is not None and self._prefix is not None:
-            self._prefix.tokens.reshape(-1)[slots] = ids
+        if batch.counts is None and not lookahead:
+            slots, block_copies = self._append_one(seq_ids, rows)
+            counts = 1
+        else:
+            counts = np.ones_like(rows) if batch.counts is None else batch.counts
+            block_copies = self._make_room(seq_ids, rows, counts.tolist(), lookahead)
+            slots = self._slots(rows, tables.seq_len[rows], counts)
+            tables.room[rows] = 0
+        if batch.unknown is not None:
+            unknown = rows[batch.unknown & (counts > 0)]
+            tables.known_len[unknown] = np.minimum(tables.known_len[unknown], tables.seq_len[unknown])
+        tables.seq_len[rows] += counts
+        if batch.ids is not None and self._prefix is not None:
+            for group_slots in slots:
+                self._prefix.token_at[group_slots] = batch.ids
         return Step(slots, block_copies)
 
     def commit(self, seq_ids: Sequence[Hashable], seq_lens: Sequence[int] | np.ndarray | None = None) -> None:
@@ -294,19 +286,20 @@ class PagedKVCacheManager:
         """
         tables = self._tables
         rows = tables.rows(seq_ids)
-        lengths = tables.seq_len[rows] if seq_lens is None else _lengths("seq_lens", seq_lens, len(rows))
-        wrong = np.flatnonzero((lengths > tables.seq_len[rows]) | (lengths < tables.computed_len[rows]))
-        if len(wrong):
-            row = rows[wrong[0]]
-            raise ValueError(
-                f"seq_lens of sequence {seq_ids[wrong[0]]!r} must be between {tables.computed_len[row]} and"
-                f" {tables.seq_len[row]}, not {lengths[wrong[0]]}"
-            )
+        lengths = tables.seq_len[rows]
+        if seq_lens is not None:
+            most, lengths = lengths, _lengths("seq_lens", seq_lens, len(rows))
+            for i in np.flatnonzero((lengths > most) | (lengths < tables.computed_len[rows])).tolist():
+                raise ValueError(
+                    f"seq_lens of sequence {seq_ids[i]!r} must be between {tables.computed_len[rows[i]]} and"
+                    f" {most[i]}, not {lengths[i]}"
+                )
         tables.computed_len[rows] = lengths
         if self._prefix is not None:
             full = np.minimum(lengths, tables.known_len[rows]) // self.block_size
-            for i in np.flatnonzero(full > tables.num_named[rows]).tolist():
-                self._publish(seq_ids[i], int(rows[i]), int(full[i]))
+            filled = (full > tables.num_named[rows]).nonzero()[0]
+            if len(filled):
+                self._publish([seq_ids[i] for i in filled.tolist()], rows[filled], full[filled])
         for group, window in enumerate(self.windows):
             if window is not None:
                 self._slide(seq_ids, rows, group, window)
@@ -334,13 +327,15 @@ class PagedKVCacheManager:
         if len(wrong):
             i = wrong[0]
             raise RollbackError(seq_ids[i], int(lengths[i]), int(lowest[i]), int(highest[i]))
+        tables.room[rows] = 0
         num_blocks = -(-lengths // size)
         for i in np.flatnonzero(lengths < highest).tolist():
             row, length = int(rows[i]), int(lengths[i])
             del tables.chains[row].digests[length // size :]
             if length % size:
                 # What is written there next is other content: to twins on the host the block is another one.
-                self._pool.generation[tables.blocks[:, row, length // size]] += 1
+                for block in tables.blocks[:, row, length // size].tolist():
+                    self._pool.generation[block] += 1
         for i in np.flatnonzero(num_blocks < tables.num_blocks[rows]).tolist():
             self._drop(seq_ids[i], int(rows[i]), int(num_blocks[i]))
         tables.seq_len[rows] = lengths
@@ -368,7 +363,7 @@ class PagedKVCacheManager:
         if opened and not self.admit(seq_id, 1).admitted:
             raise OutOfBlocksError(len(self.windows), self._pool.num_available)
         if current_seq_len == seq_len + 1:
-            if seq_len % size and (copies := self._plan_copies(np.array([tables.row(seq_id)]))[0]):
+            if seq_len % size and (copies := self._plan_copies([tables.row(seq_id)])[0]):
                 group, row, place = copies[0]
                 raise SharedBlockError(seq_id, int(tables.blocks[group, row, place]))
             self.append([seq_id], [1])
@@ -410,7 +405,7 @@ class PagedKVCacheManager:
         for pin in list(self._pins.blocks):
             self.unpin(pin)
         for block in np.flatnonzero(self._pool.cached).tolist():
-            self._prefix.forget(block)
+            self._prefix.forget([block])
             self._pool.uncache(block)
         tables = self._tables
         for row in tables.row_of.values():
@@ -446,6 +441,7 @@ class PagedKVCacheManager:
         """
         self.expire_pins()
         pairs = self._swapper.back(seq_ids)
+        self._tables.room[:] = 0  # what comes back may share a block that another sequence was writing
         self._recorder.counters.swapped_in += len(pairs)
         if self._recorder.subscribers:
             self._recorder.emit(SwappedIn(tuple(seq_ids), tuple(pairs)))
@@ -537,6 +533,8 @@ class PagedKVCacheManager:
             self._prefix.check()
             for row in self._tables.row_of.values():
                 self._prefix.check_sequence(self._tables, row)
+        for row in np.flatnonzero(self._tables.room).tolist():
+            self._check_room(row)
 
     # Steps of the calls above
 
@@ -565,31 +563,84 @@ class PagedKVCacheManager:
         self._pool.drop(tables.held_backwards(row, start))
         tables.num_blocks[row] = start
 
-    def _plan_copies(self, rows: np.ndarray) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """What must happen before the rows write into their partial last blocks, as (group, row, place in the
-        table).
+    def _make_room(
+        self, seq_ids: Sequence[Hashable], rows: np.ndarray, counts: list[int], lookahead: int
+    ) -> list[tuple[int, int]]:
+        """Gets the rows blocks of their own for `counts` and `lookahead` more tokens, or raises and does nothing.
 
-        First the blocks to copy because others hold them, then those that only the prefix cache still finds:
-            these may be
-        copied, or else overwritten and forgotten.
+        Returns the (source, destination) copies to make.
         """
-        tables, pool = self._tables, self._pool
-        places = tables.seq_len[rows] // self.block_size
+        tables, pool, size = self._tables, self._pool, self.block_size
+        seq_lens, num_blocks = tables.seq_len[rows].tolist(), tables.num_blocks[rows].tolist()
+        growing, writing, needed = [], [], 0
+        for seq_id, row, seq_len, held, count in zip(
+            seq_ids, rows.tolist(), seq_lens, num_blocks, counts, strict=True
+        ):
+            more = -(-(seq_len + count + lookahead) // size) - held
+            if more > 0:
+                growing.append((seq_id, row, more))
+                needed += more * len(self.windows)
+            if count and seq_len % size:
+                writing.append(row)
+        copies, overwritten = self._plan_copies(writing)
+        needed += len(copies)
+        if needed > pool.num_available:
+            raise OutOfBlocksError(needed, pool.num_available)
+        if needed + len(overwritten) <= pool.num_available:  # rather copy than lose what the cache finds
+            copies, overwritten = copies + overwritten, []
+
+        for seq_id, row, more in growing:
+            self._grow(seq_id, row, more)
+        for group, row, place in overwritten:
+            block = int(tables.blocks[group, row, place])
+            self._prefix.forget([block])
+            pool.uncache(block)
+        return self._copy(copies)
+
+    def _plan_copies(self, rows: list[int]) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """What must happen before the rows write into their partial last blocks: (group, row, place in the table).
+
+        First the blocks to copy because others hold them, then those that only the prefix cache still finds: these may
+        be copied, or else overwritten and forgotten.
+        """
+        ref_count, is_cached = self._pool.ref_count, self._pool.is_cached
+        places = (self._tables.seq_len[rows] // self.block_size).tolist() if rows else []
         shared, cached = [], []
-        for group, blocks in enumerate(tables.blocks):
-            tails = blocks[rows, places]
-            refs = pool.refs[tails]
-            found = pool.cached[tails]
-            if not (found | (refs > 1)).any():
-                continue
-            left = dict(zip(tails.tolist(), refs.tolist(), strict=True))
-            for row, place, block in zip(rows.tolist(), places.tolist(), tails.tolist(), strict=True):
-                if left[block] > 1:  # every holder but the last moves to a copy; the last one writes in place
-                    left[block] -= 1
+        for group, blocks in enumerate(self._tables.blocks if rows else ()):
+            left: dict[int, int] = {}
+            for row, place, block in zip(rows, places, blocks[rows, places].tolist(), strict=True):
+                holders = left.get(block, ref_count[block])
+                if holders > 1:  # every holder but the last moves to a copy; the last one writes in place
+                    left[block] = holders - 1
                     shared.append((group, row, place))
-                elif pool.is_cached[block]:
+                elif is_cached[block]:
                     cached.append((group, row, place))
         return shared, cached
+
+    def _append_one(
+        self, seq_ids: Sequence[Hashable], rows: np.ndarray
+    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Slots of one more token for each row, [groups, rows], and block copies: the decode step.
+
+        Rows that have room share a few array operations; only those at the end of what is known to be theirs ask.
+        """
+        tables, size = self._tables, self.block_size
+        block_copies = []
+        asking = (tables.room[rows] == 0).nonzero()[0].tolist()
+        if asking:
+            some = rows[asking]
+            block_copies = self._make_room([seq_ids[i] for i in asking], some, [1] * len(asking), 0)
+            for row, seq_len in zip(some.tolist(), tables.seq_len[some].tolist(), strict=True):
+                place, offset = divmod(seq_len, size)
+                tables.room[row] = size - offset
+                for group, blocks in enumerate(tables.blocks):
+                    tables.next_slot[group, row] = int(blocks[row, place]) * size + offset
+        tables.room[rows] -= 1
+        slots = np.empty((len(self.windows), len(rows)), np.int64)
+        for group_slots, next_slot in zip(slots, tables.next_slot, strict=True):
+            group_slots[:] = next_slot[rows]
+            next_slot[rows] = group_slots + 1
+        return slots, block_copies
 
     def _copy(self, copies: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
         """Gives each (group, row, place) a block of its own for the content it shares now."""
@@ -615,30 +666,53 @@ class PagedKVCacheManager:
 
     def _slots(self, rows: np.ndarray, old: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Slots of the `counts` tokens after the first `old` of each row, [groups, sum(counts)] int64."""
+        # By blocks first, of which there are fewer: those that hold a new token, then their slots, then the right ones.
         size = self.block_size
-        if (counts == 1).all():
-            positions = old
-        else:
-            starts = np.cumsum(counts) - counts
-            rows = np.repeat(rows, counts)
-            positions = np.arange(len(rows)) + np.repeat(old - starts, counts)
-        places, offsets = np.divmod(positions, size)
-        return self._tables.blocks[:, rows, places].astype(np.int64) * size + offsets
+        first, last = old // size, -(-(old + counts) // size)
+        num_blocks = np.where(counts > 0, last - first, 0)
+        starts = np.cumsum(num_blocks) - num_blocks
+        places = np.arange(num_blocks.sum()) + np.repeat(first - starts, num_blocks)
+        blocks = self._tables.blocks[:, np.repeat(rows, num_blocks), places].astype(np.int64)
+        offsets = np.arange(size)
+        positions = places[:, None] * size + offsets
+        new = (positions >= np.repeat(old, num_blocks)[:, None]) & (
+            positions < np.repeat(old + counts, num_blocks)[:, None]
+        )
+        return (blocks[:, :, None] * size + offsets)[:, new]
 
-    def _publish(self, seq_id: Hashable, row: int, full: int) -> None:
-        """Tells the prefix cache of the row's computed blocks up to place `full`; equal ones are merged."""
-        tables, prefix, pool = self._tables, self._prefix, self._pool
-        start, chain = int(tables.num_named[row]), tables.chains[row]
-        prefix.name(chain, tables.blocks[0, row, start:full], start)
-        for group in range(len(self.windows)):
-            blocks = tables.blocks[group, row, start:full].tolist()
-            twins = prefix.store(chain, group, blocks, start)
-            if twins:
-                pool.hold(np.array([known for _, known in twins]))
-                pool.drop(np.array([blocks[place - start] for place, _ in twins]))
-                for place, known in twins:
-                    self._set(seq_id, group, place, [known])
-        tables.num_named[row] = full
+    def _publish(self, seq_ids: list[Hashable], rows: np.ndarray, full: np.ndarray) -> None:
+        """Tells the prefix cache of the rows' blocks up to place `full`, whose tokens are computed and known."""
+        tables, prefix = self._tables, self._prefix
+        starts = tables.num_named[rows]
+        counts = full - starts
+        ends = np.cumsum(counts)
+        places, owners = starts, rows
+        if ends[-1] > len(rows):
+            places = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+            owners = np.repeat(rows, counts)
+        blocks = tables.blocks[:, owners, places]  # [groups, blocks of all rows]
+        tokens = prefix.tokens[blocks[0]].tobytes()
+        size = tables.block_size * BYTES_PER_TOKEN
+        blocks = blocks.tolist()
+        for seq_id, row, start, count, end in zip(
+            seq_ids, rows.tolist(), starts.tolist(), counts.tolist(), ends.tolist(), strict=True
+        ):
+            chain = tables.chains[row]
+            chain.name(tokens[(end - count) * size : end * size], start, count)
+            for group, group_blocks in enumerate(blocks):
+                twins = prefix.store(chain, group, group_blocks[end - count : end], start)
+                if twins:
+                    self._merge(seq_id, row, group, twins)
+        tables.num_named[rows] = full
+
+    def _merge(self, seq_id: Hashable, row: int, group: int, twins: list[tuple[int, int]]) -> None:
+        """Lets the row's table name the blocks that hold the same content already: (place, block)."""
+        places = [place for place, _ in twins]
+        known = [block for _, block in twins]
+        self._pool.hold(np.array(known))
+        self._pool.drop(self._tables.blocks[group, row, places])
+        for place, block in twins:
+            self._set(seq_id, group, place, [block])
 
     def _slide(self, seq_ids: Sequence[Hashable], rows: np.ndarray, group: int, window: int) -> None:
         """Lets go of the blocks that no token after the computed ones sees through the window."""
@@ -663,6 +737,20 @@ class PagedKVCacheManager:
         tables.num_named[row] = num_tokens // self.block_size
         for group, blocks in enumerate(match.blocks):
             self._set(seq_id, group, match.first[group], blocks)
+
+    def _check_room(self, row: int) -> None:
+        tables = self._tables
+        if row not in tables.chains:
+            return
+        place, offset = divmod(int(tables.seq_len[row]), self.block_size)
+        expect(offset + tables.room[row] == self.block_size, "room is what is left of a block")
+        for group, blocks in enumerate(tables.blocks):
+            block = int(blocks[row, place])
+            expect(
+                tables.next_slot[group, row] == block * self.block_size + offset, "next_slot is the next one"
+            )
+            expect(self._pool.ref_count[block] == 1, "a block with room has one holder")
+            expect(not self._pool.is_cached[block], "a block with room is not cached")
 
     def _note_held(self, seq_id: Hashable, group: int, start: int, blocks: list[int]) -> None:
         if self._recorder.subscribers and blocks:

@@ -40,7 +40,7 @@ class BlockPool:
         self.num_evictable = 0
         self.num_shared = 0
         self.num_holdings = 0
-        self.on_evict: Callable[[int], None] = lambda block: None
+        self.on_evict: Callable[[list[int]], None] = lambda blocks: None
         # [num_blocks] each; an array and a numpy view of its memory, as single items are cheaper to reach
         # in the array.
         self.ref_count = array("i", bytes(4 * num_blocks))
@@ -50,7 +50,7 @@ class BlockPool:
         self.cached = np.frombuffer(self.is_cached, np.bool_)
         # How often a block was handed out, so that someone who remembers it can tell whether it is still the
         # same.
-        self.generation = np.zeros(num_blocks, np.int32)
+        self.generation = array("i", bytes(4 * num_blocks))
         # Extents. `whole` is a stack that pops ascending ids at first; `broken` is used oldest first.
         num_extents = -(-num_blocks // RUN)
         self._extent_size = array("i", [min(RUN, num_blocks - RUN * e) for e in range(num_extents)])
@@ -110,8 +110,10 @@ class BlockPool:
         if len(ids) < count:
             # Ends of chains come first in the queue, so a chain's ids fall; sorting turns them into runs.
             ids.extend(sorted(self._evict(count - len(ids))))
-        self.refs[ids] = 1
-        self.generation[ids] += 1
+        ref_count, generation = self.ref_count, self.generation
+        for block in ids:
+            ref_count[block] = 1
+            generation[block] += 1
         self.num_holdings += count
         return ids
 
@@ -185,15 +187,17 @@ class BlockPool:
 
     def _evict(self, count: int) -> list[int]:
         evicted: list[int] = []
+        queue, place, is_cached, head = self._queue, self._place, self.is_cached, self._head
         while len(evicted) < count:
-            block = self._queue[self._head]
-            if self._place[block] == self._head:
-                self._place[block] = -1
+            block = queue[head]
+            if place[block] == head:
+                place[block] = -1
+                is_cached[block] = 0
                 evicted.append(block)
-                self.is_cached[block] = 0
-                self.on_evict(block)
-            self._head += 1
+            head += 1
+        self._head = head
         self.num_evictable -= count
+        self.on_evict(evicted)
         return evicted
 
     def evictable(self) -> list[int]:

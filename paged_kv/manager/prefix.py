@@ -63,6 +63,7 @@ class PrefixCache:
         self.digest_of: list[bytes | None] = [None] * pool.num_blocks
         self.group_of = bytearray(pool.num_blocks)
         self.tokens = np.zeros((pool.num_blocks, block_size), np.int32)
+        self.token_at = self.tokens.reshape(-1)  # the same, by slot
         # For partial hits: parent digest -> digests that continue it (a dict for its order), and the way
         # back.
         self.continuations: dict[bytes, dict[bytes, None]] | None = {} if partial_hits else None
@@ -163,27 +164,13 @@ class PrefixCache:
 
     # Storing and forgetting
 
-    def name(self, chain: TokenChain, blocks: np.ndarray, start: int) -> None:
-        """Makes sure that the chain has the digests of `blocks`, which hold its places from `start` on."""
-        tokens = self.tokens[blocks].tobytes()
-        size = chain.block_bytes
-        ahead = min(len(chain.digests) - start, len(blocks))
-        if ahead > 0 and chain.prompt[start * size : (start + ahead) * size] != tokens[: ahead * size]:
-            del chain.digests[start:]  # other tokens were appended than admission was told
-        hashed = len(chain.digests) - start
-        if hashed < len(blocks):
-            chain.extend(tokens, hashed, len(blocks) - hashed)
-        if len(chain.digests) == start + len(blocks):
-            chain.prompt = b""
-
     def store(self, chain: TokenChain, group: int, blocks: list[int], start: int) -> list[tuple[int, int]]:
         """Publishes `blocks`, which hold the chain's places from `start` on, under their digests.
 
         Returns (place, block) of those whose content the cache holds already in another block.
         """
         cached, digest_of, is_cached = self.blocks[group], self.digest_of, self.pool.is_cached
-        twins = []
-        stored = 0
+        twins, fresh = [], []
         for place, block in enumerate(blocks, start):
             digest = chain.digests[place]
             known = cached.setdefault(digest, block)
@@ -193,26 +180,35 @@ class PrefixCache:
                 digest_of[block] = digest
                 is_cached[block] = 1
                 self.group_of[block] = group
-                stored += 1
-                if self.continuations is not None and not (chain.keys and chain.keys_within(place)):
-                    self.continuations.setdefault(chain.parent(place), {})[digest] = None
-                    self.parent_of[digest] = chain.parent(place)
-                if self.recorder.subscribers:
-                    tokens = tuple(self.tokens[block].tolist())
-                    self.recorder.emit(Stored(group, block, digest, chain.parent(place), tokens))
-        self.recorder.counters.stored += stored
+                fresh.append(place)
+        self.recorder.counters.stored += len(fresh)
+        if self.continuations is not None:
+            for place in fresh:
+                self._note_continuation(chain, place)
+        if self.recorder.subscribers:
+            for place in fresh:
+                block = blocks[place - start]
+                tokens = tuple(self.tokens[block].tolist())
+                self.recorder.emit(Stored(group, block, chain.digests[place], chain.parent(place), tokens))
         return twins
 
-    def forget(self, block: int) -> None:
-        """The block's content is no longer found; `is_cached` is the pool's to clear."""
-        digest, group = self.digest_of[block], self.group_of[block]
-        self.digest_of[block] = None
-        del self.blocks[group][digest]
-        self.recorder.counters.evicted += 1
-        if self.parent_of and not any(digest in cached for cached in self.blocks):
-            self._forget_continuation(digest)
-        if self.recorder.subscribers:
-            self.recorder.emit(Evicted(group, block, digest))
+    def forget(self, blocks: list[int]) -> None:
+        """The content of these blocks is no longer found; `is_cached` is the pool's to clear."""
+        digest_of, group_of, cached_in = self.digest_of, self.group_of, self.blocks
+        for block in blocks:
+            digest, group = digest_of[block], group_of[block]
+            digest_of[block] = None
+            del cached_in[group][digest]
+            if self.parent_of and not any(digest in cached for cached in cached_in):
+                self._forget_continuation(digest)
+            if self.recorder.subscribers:
+                self.recorder.emit(Evicted(group, block, digest))
+        self.recorder.counters.evicted += len(blocks)
+
+    def _note_continuation(self, chain: TokenChain, place: int) -> None:
+        if not (chain.keys and chain.keys_within(place)):
+            self.continuations.setdefault(chain.parent(place), {})[chain.digests[place]] = None
+            self.parent_of[chain.digests[place]] = chain.parent(place)
 
     def _forget_continuation(self, digest: bytes) -> None:
         parent = self.parent_of.pop(digest, None)

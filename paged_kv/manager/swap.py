@@ -156,7 +156,7 @@ class Swapper:
     def _join(self, block: int, twin: int) -> None:
         self._part(twin)
         self.host_of[block] = twin
-        self.device_of[twin] = (block, int(self.pool.generation[block]))
+        self.device_of[twin] = (block, self.pool.generation[block])
 
     def _part(self, twin: int) -> None:
         block, _ = self.device_of.pop(twin, (None, 0))

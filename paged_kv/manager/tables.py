@@ -6,6 +6,10 @@ the same width: entry `position // block_size` of group g names the block that h
 
     first_block[g] <= place < num_blocks           for every block that a row holds in group g
     num_named * block_size <= computed_len <= seq_len <= num_blocks * block_size
+    room > 0  =>  the next `room` tokens go to next_slot and the slots after it, in a block that nobody else reads
+
+`room` is what makes decode cheap: where it is not 0, nothing has to be asked before a token gets its slot. It may be
+0 at any time, and is whenever a call could have changed whose block that is; the next append finds out again.
 
 Entries outside [first_block, num_blocks) hold 0 or an old id: they are never read as a holding.
 """
@@ -56,11 +60,17 @@ class SequenceTables:
     def __init__(self, num_groups: int, block_size: int) -> None:
         self.block_size = block_size
         self.row_of: dict[Hashable, int] = {}
+        self._last_seq_ids: list[Hashable] | None = (
+            None  # a step asks for the rows of one batch several times
+        )
+        self._last_rows = np.zeros(0, np.int64)
         self.away: dict[Hashable, SavedRow] = {}
         self.chains: dict[int, TokenChain] = {}  # by row
         self._free_rows: list[int] = []
         self.blocks = np.zeros((num_groups, 0, 8), np.int32)  # [groups, rows, width]
         self.first_block = np.zeros((num_groups, 0), np.int64)  # [groups, rows]
+        self.room = np.zeros(0, np.int64)  # [rows]
+        self.next_slot = np.zeros((num_groups, 0), np.int64)  # [groups, rows]
         self._set_state(np.zeros((len(self.FIELDS), 0), np.int64))
 
     def _set_state(self, state: np.ndarray) -> None:
@@ -87,12 +97,14 @@ class SequenceTables:
         self.first_block[:, row] = 0
         self.state[:, row] = 0
         self.known_len[row] = UNLIMITED
+        self.room[row] = 0
         return row
 
     def close(self, seq_id: Hashable) -> None:
         row = self.row_of.pop(seq_id)
         del self.chains[row]
         self._free_rows.append(row)
+        self._last_seq_ids = None
 
     def save(self, row: int) -> SavedRow:
         """What the row holds, without lookahead blocks."""
@@ -106,6 +118,7 @@ class SequenceTables:
         self.chains[row] = saved.chain
         self.state[:, row] = saved.state
         self.first_block[:, row] = saved.first_block
+        self.room[row] = 0
         self.reserve_width(int(self.num_blocks[row]))
         for group in range(len(self.blocks)):
             self.held(group, row)[:] = saved.blocks[group]
@@ -125,6 +138,8 @@ class SequenceTables:
     def rows(self, seq_ids: Sequence[Hashable]) -> np.ndarray:
         """Row of each of the distinct sequences, [len(seq_ids)] int64."""
         row_of = self.row_of
+        if isinstance(seq_ids, list) and seq_ids == self._last_seq_ids:
+            return self._last_rows
         try:
             rows = [row_of[seq_id] for seq_id in seq_ids]
         except KeyError as error:
@@ -132,7 +147,10 @@ class SequenceTables:
         if len(set(rows)) != len(rows):
             twice = next(seq_id for i, seq_id in enumerate(seq_ids) if seq_id in seq_ids[:i])
             raise DuplicateSequenceError(twice, "is named twice in one call")
-        return np.array(rows, np.int64)
+        self._last_seq_ids = list(seq_ids)
+        self._last_rows = np.array(rows, np.int64)
+        self._last_rows.flags.writeable = False
+        return self._last_rows
 
     def _no_row(self, seq_id: Hashable) -> UsageError:
         return SwappedSequenceError(seq_id) if seq_id in self.away else UnknownSequenceError(seq_id)
@@ -169,6 +187,8 @@ class SequenceTables:
 
         self.blocks = grown(self.blocks)
         self.first_block = grown(self.first_block)
+        self.next_slot = grown(self.next_slot)
+        self.room = grown(self.room[None])[0]
         self._set_state(grown(self.state))
         self._free_rows.extend(range(new - 1, old - 1, -1))
 

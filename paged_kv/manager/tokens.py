@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,28 +24,35 @@ def token_bytes(tokens: Tokens) -> bytes:
     return b"" if isinstance(tokens, (int, np.integer)) else _ids(tokens).tobytes()
 
 
-def parse_batch(
-    tokens: np.ndarray | Sequence[Tokens], num_seqs: int
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Counts [num_seqs] int64, ids of all tokens [sum(counts)] int32, and which sequences have no ids
-    [num_seqs] bool.
+class Batch(NamedTuple):
+    """New tokens of S sequences, T in all.
 
-    ids is None where no sequence has any, the mask where all have them.
+    counts: [S] int64 tokens of each, or None where each has one. ids: [T] int32, None where no sequence has ids.
+    unknown: [S] bool, sequences without ids; None where all have them.
     """
+
+    counts: np.ndarray | None
+    ids: np.ndarray | None
+    unknown: np.ndarray | None
+
+
+def parse_batch(tokens: np.ndarray | Sequence[Tokens], num_seqs: int) -> Batch:
     if len(tokens) != num_seqs:
         raise ValueError(
             f"tokens must have one entry for each of the {num_seqs} sequences, not {len(tokens)}"
         )
     if getattr(tokens, "ndim", 0) == 2:
-        return np.full(num_seqs, tokens.shape[1], np.int64), _ids(tokens).reshape(-1), None
-    counts = np.array([num_tokens_of(entry) for entry in tokens], np.int64)
-    unknown = np.array([isinstance(entry, (int, np.integer)) for entry in tokens], np.bool_)
-    if unknown.all():
-        return counts, None, unknown
-    parts = [
-        np.zeros(entry, np.int32) if isinstance(entry, (int, np.integer)) else _ids(entry) for entry in tokens
-    ]
-    return counts, np.concatenate(parts), unknown if unknown.any() else None
+        count = tokens.shape[1]
+        counts = None if count == 1 else np.full(num_seqs, count, np.int64)
+        return Batch(counts, _ids(tokens).reshape(-1), None)
+    listed = [num_tokens_of(entry) for entry in tokens]
+    counts = None if all(count == 1 for count in listed) else np.array(listed, np.int64)
+    missing = [isinstance(entry, (int, np.integer)) for entry in tokens]
+    unknown = np.array(missing, np.bool_) if any(missing) else None
+    if all(missing):
+        return Batch(counts, None, unknown)
+    parts = [np.zeros(t, np.int32) if m else _ids(t) for t, m in zip(tokens, missing, strict=True)]
+    return Batch(counts, np.concatenate(parts), unknown)
 
 
 def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
