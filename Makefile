@@ -19,7 +19,13 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
-	$(BIN)/python -m paged_kv generate
+	$(BIN)/python -m paged_kv info
+	$(BIN)/python -m paged_kv generate --max-tokens 64 \
+		"What is the capital of France?" \
+		"Why is the sky blue?" \
+		"Write a haiku about the sea." \
+		"How do I boil an egg?" \
+		"Name three uses of a paper clip."
 
 # Threads wait asleep: spinning, those of one process would hold up the others that share its cores.
 test: $(VENV)/built-for-tests
@@ -60,7 +66,7 @@ $(VENV)/built: $(VENV)/dependencies $(NATIVE)
 
 # With the AVX-512 kernels once more, emulated, so that they are tested on machines without AVX-512.
 $(VENV)/built-for-tests: $(VENV)/dependencies $(NATIVE) $(shell find tests/emulation -type f)
-	CMAKE_ARGS="-DPAGED_KV_SIMDE=$$($(BIN)/python -c 'import simde_py; print(simde_py.get_include())')" \
+	CMAKE_ARGS="$(CMAKE_ARGS) -DPAGED_KV_SIMDE=$$($(BIN)/python -c 'import simde_py; print(simde_py.get_include())')" \
 		$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@ $(VENV)/built
 

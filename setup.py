@@ -24,17 +24,25 @@ class CMakeBuild(build_ext):
         package = ROOT / "paged_kv" if self.inplace else Path(self.build_lib).resolve() / "paged_kv"
         build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
         cmake, ninja = find_build_tools()
-        cache = build / "CMakeCache.txt"
-        if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
-            shutil.rmtree(build)  # the folder was moved or copied here, and CMake would refuse it
         configure = ["-S", ROOT, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-        run(cmake, *configure, f"-DPYTHON={sys.executable}", *os.environ.get("CMAKE_ARGS", "").split())
+        configure += [f"-DPYTHON={sys.executable}", *os.environ.get("CMAKE_ARGS", "").split()]
+        forget_other_arguments(build, "\n".join(map(str, configure)))
+        run(cmake, *configure)
         run(cmake, "--build", build, "--parallel", compile_jobs())
         run(cmake, "--install", build, "--prefix", package)
 
     def get_outputs(self) -> list[str]:
         package = Path(self.build_lib) / "paged_kv"
         return [str(package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"), str(package / "_build.json")]
+
+
+def forget_other_arguments(build: Path, arguments: str) -> None:
+    """Drops CMake's cache where it holds the options of an earlier build, or another folder; objects stay."""
+    build.mkdir(parents=True, exist_ok=True)
+    record = build / "arguments.txt"
+    if not record.exists() or record.read_text() != arguments:
+        (build / "CMakeCache.txt").unlink(missing_ok=True)
+        record.write_text(arguments)
 
 
 def run(*command: object) -> None:

@@ -65,7 +65,7 @@ def test_build_info_tells_versions_and_instruction_sets():
     assert info.python == ".".join(map(str, sys.version_info[:3]))
     assert info.isa in info.isas_supported
     assert info.isas_supported == tuple(isa for isa in info.isas_built if isa in info.isas_supported)
-    assert info.isas_built[0] == info.isas_supported[0] == "default"
+    assert "default" in info.isas_supported
     assert bool(info.cuda_archs) != bool(info.cuda_reason)
     text = str(info)
     for part in (info.torch, info.compiler, *info.isas_built, *info.cuda_archs, info.cuda_reason):
