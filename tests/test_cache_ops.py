@@ -5,7 +5,6 @@ between strided rows, in other blocks and beside them must stay as it was. What 
 """
 
 import itertools
-import mmap
 import zlib
 from dataclasses import dataclass, fields
 from math import ceil, inf, nan
@@ -432,27 +431,23 @@ def test_enough_work_for_many_threads(backend, layout, dtype):
             assert_same_bits(result, rows, f"{name}, blocks from {offset}")
 
 
-def far_apart(num_blocks: int, num_heads: int, num_slots: int, far: str) -> Tensor:
+def far_apart(num_blocks: int, num_heads: int, num_slots: int, far: str, device: str) -> Tensor:
     """An int8 cache [N, Hkv, B, 8] whose steps along `far` are so long that the last lies at 2^32.
 
-    Next to nothing of it is ever backed by memory.
+    In host memory next to nothing of it is ever backed by pages.
     """
     sizes = {"block": num_blocks, "head": num_heads, "slot": num_slots}
     strides, unit = {far: 2**32 // (sizes[far] - 1)}, 8
     for dim in sizes.keys() - {far}:
         strides[dim] = unit
         unit *= sizes[dim]
-    no_reserve = 0x4000  # MAP_NORESERVE, which Python's mmap does not name: Linux need not promise it all
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    flat = torch.frombuffer(
-        mmap.mmap(-1, strides[far] * (sizes[far] - 1) + unit, flags=flags), dtype=torch.int8
-    )
+    flat = torch.empty(strides[far] * (sizes[far] - 1) + unit, dtype=torch.int8, device=device)
     return flat.as_strided((*sizes.values(), 8), (*(strides[dim] for dim in sizes), 1))
 
 
 @pytest.mark.parametrize("far", ("block", "head", "slot"))
 def test_offsets_beyond_32_bits(backend, far):
-    key_cache, value_cache = (far_apart(7, 3, 5, far).to(backend.device) for _ in "kv")
+    key_cache, value_cache = (far_apart(7, 3, 5, far, backend.device) for _ in "kv")
     generator = torch.Generator().manual_seed(3)
     key, value = torch.randint(-100, 100, (2, 35, 3, 8), generator=generator).float().to(backend.device)
     slots = torch.randperm(35, generator=generator).to(backend.device)

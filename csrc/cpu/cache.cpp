@@ -55,7 +55,7 @@ void copy_rows(const Rows& from, const Rows& to, int64_t count, int64_t num_head
     row_bytes *= num_heads;
     num_heads = 1;
   }
-  if (num_heads == 1 && from.stride_token == row_bytes && to.stride_token == row_bytes) {  // and so is the run
+  if (from.stride_token == row_bytes && to.stride_token == row_bytes) {  // a head's tokens are one row
     row_bytes *= count;
     count = 1;
   }
