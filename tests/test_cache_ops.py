@@ -17,6 +17,8 @@ from torch import Tensor
 
 from paged_kv import reference
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYOUTS = ("nhd", "hnd", "interleaved", "head_major", "padded")
 ROWS = ("packed", "fused", "head_first", "padded")
 POISONS = ("nan", "inf", "1e4")
@@ -396,6 +398,7 @@ def test_no_tokens_and_no_sequences(backend):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_enough_work_for_many_threads(backend, layout, dtype):
     """Tokens in, blocks copied and swapped, tokens out: every thread's piece in its place."""
+    torch.set_num_threads(4)
     generator = torch.Generator().manual_seed(7)
     case = CacheCase(dtype, "head", cache_layout=layout)
     num_blocks, lens = 130, torch.tensor([1500, 3, 0, 517], dtype=torch.int32)
