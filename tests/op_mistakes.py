@@ -100,6 +100,11 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "dst": torch.randn(3, HKV, B, D),
         "block_mapping": pairs((0, 2), (0, 1), (5, 0)),
     },
+    "swap_blocks ragged": lambda: {
+        "src": torch.randn(N, 2, 2, 2, 2, 2),
+        "dst": torch.randn(N, 2, 2, 2, 2, 2),
+        "block_mapping": pairs((0, 2)),
+    },
     "gather_kv": lambda: {**caches(torch.int8), **sequences()},
     "gather_kv scaled": lambda: {**caches(torch.int8), **sequences(), **scales(1)},
     "gather_kv out": lambda: {
@@ -476,6 +481,7 @@ for call in "copy_blocks", "swap_blocks":
         "shape [K, 2] = [2, 2], got [2, 3]",
     )
 for name in "key", "value":
+    shape("gather_kv out", name, lambda a, name=name: a[name][0], "shape [sum(seq_lens), Hkv, D], got [2, 8]")
     shape(
         "gather_kv out", name, one_more(name, 1), "shape [sum(seq_lens), Hkv, D] = [15, 2, 8], got [15, 3, 8]"
     )
@@ -531,8 +537,6 @@ for call in "paged_attention", "gather_kv":
     for value in -1, N:
         words = f"ids from 0 to 5 in the entries in use, got {value} in entry 2 of sequence 0"
         range_(call, "block_tables", changed("block_tables", (0, 2), value), words)
-words = "at least the query length 4, since new tokens count, got 3 for sequence 0"
-range_("paged_attention", "seq_lens", give(ints(3, 5)), words)
 range_("paged_attention", "max_query_len", give(3), "at least the longest query, 4, got 3")
 range_("paged_attention", "max_seq_len", give(9), "at least the longest sequence, 10, got 9")
 # Rows at positions 6 to 9 with a window of 2 see keys 5 to 9: entries 1 and 2 are used, entry 0 is not.
@@ -552,3 +556,14 @@ for block in 1, 5:
 for name in "key", "value":
     words = "shape [sum(seq_lens), Hkv, D] = [15, 2, 8], got [16, 2, 8]"
     range_("gather_kv out", name, one_more(name, 0), words)
+# A block of five dimensions, of which none continues another: found once the shapes are known to agree.
+words = "blocks of at most 4 dimensions besides contiguous ones, "
+words += "got shape [6, 2, 2, 2, 2, 2] with strides [1024, 512, 128, 32, 8, 2]"
+
+
+def ragged() -> Tensor:
+    return torch.zeros(N, 4, 4, 4, 4, 4)[:, ::2, ::2, ::2, ::2, ::2]
+
+
+range_("copy_blocks", "value_caches", lambda a: [ragged()], words, "value_caches[0]")
+range_("swap_blocks ragged", "dst", lambda a: ragged(), words)

@@ -52,9 +52,9 @@ void check_sequences(const Checks& checks, const AttentionArgs& a) {
     checks.fail("query_start_loc", c10::str("T = ", num_tokens, " last, the number of rows of query"),
                 c10::str(starts[num_seqs]));
   }
-  checks.seq_lens_range(host_lens, a.block_tables.size(1), block_size);
   // A sequence may have fewer keys than queries, as a part of the keys has whose result will be merged: then the first
   // rows stand before all of them.
+  checks.seq_lens_range(host_lens, a.block_tables.size(1), block_size);
   for (int64_t seq = 0; seq < num_seqs; ++seq) longest_seq = std::max<int64_t>(longest_seq, lens[seq]);
   if (a.max_query_len < longest_query) {
     checks.fail("max_query_len", c10::str("at least the longest query, ", longest_query), c10::str(a.max_query_len));
@@ -66,7 +66,8 @@ void check_sequences(const Checks& checks, const AttentionArgs& a) {
     const int64_t query_len = starts[seq + 1] - starts[seq];
     if (query_len == 0) continue;  // nothing is read
     // What the first row's window hides, no row sees: those blocks are never read and may be gone.
-    const int64_t first_key = a.window < 0 ? 0 : std::max<int64_t>(0, lens[seq] - query_len - a.window + 1);
+    const int64_t first_pos = std::max<int64_t>(0, lens[seq] - query_len);
+    const int64_t first_key = a.window < 0 ? 0 : std::max<int64_t>(0, first_pos - a.window + 1);
     checks.table_range(tables, seq, first_key / block_size, (lens[seq] + block_size - 1) / block_size, num_blocks);
   }
 }

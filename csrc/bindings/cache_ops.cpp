@@ -275,6 +275,10 @@ int64_t check_gather_kv(const Checks& checks, const GatherArgs& a, at::ArrayRef<
   checks.dims(block_tables, 2, "[S, M]");
   checks.shape(block_tables, {num_seqs, a.block_tables.size(1)}, "[S, M]");
   for (const Arg& scale : scales) checks.scale_shape(scale, key_cache);
+  for (const Arg& arg : written) {
+    checks.dims(arg, 3, "[sum(seq_lens), Hkv, D]");
+    checks.shape(arg, {arg->size(0), a.key_cache.size(1), a.key_cache.size(3)}, "[sum(seq_lens), Hkv, D]");
+  }
 
   // range: the lengths are needed on any device, since they give the result's shape
   const Tensor host_lens = on_host(a.seq_lens), tables = on_host(a.block_tables);
