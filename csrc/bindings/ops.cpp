@@ -1,10 +1,10 @@
 // The schemas of torch.ops.paged_kv, and that no op has a backward.
 #include "bindings/ops.h"
 
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-
-#include <cstring>
 #include <string>
+#include <utility>
+
+#include "bindings/autograd.h"
 
 namespace paged_kv::bindings {
 
@@ -33,11 +33,11 @@ void define_ops(torch::Library& library) {
       "merge_attention_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, Tensor(a!) out, "
       "Tensor(b!) lse) -> ()",
   };
-  for (const char* schema : schemas) {
-    library.def(schema);
-    const std::string name(schema, std::strchr(schema, '('));
-    library.impl(name.c_str(),
-                 torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
+  for (const char* text : schemas) {
+    c10::FunctionSchema schema = torch::schema(text);
+    const std::string name = c10::toString(schema.operator_name());
+    library.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, no_backward(schema)));
+    library.def(std::move(schema));
   }
 }
 
