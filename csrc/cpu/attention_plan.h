@@ -16,9 +16,10 @@
 
 namespace paged_kv::cpu::PAGED_KV_ISA {
 
-inline constexpr int64_t kSplit = 512;         // keys: a multiple of kTile; about 20 us of decode at D = 128, group 4
-inline constexpr int64_t kDecodeRows = 16;     // rows of a group up to which packing keys and values does not pay
-inline constexpr int64_t kPrefillRows = 128;   // rows that share a packed tile, which costs as much as about 8 of them
+inline constexpr int64_t kSplit = 512;      // keys: a multiple of kTile; about 20 us of decode at D = 128, group 4
+inline constexpr int64_t kDecodeRows = 16;  // rows of a group up to which packing keys and values does not pay
+inline constexpr int64_t kPrefillRows =
+    192;  // rows that share a packed tile; with it they fill some 300 KiB of L2 at D = 128
 inline constexpr int64_t kItemsPerThread = 4;  // so that threads end at about the same time
 static_assert(kSplit % kTile == 0, "a tile lies in one split");
 

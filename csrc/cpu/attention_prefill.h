@@ -186,16 +186,20 @@ void value_block(const PrefillScratch<P>& scratch, int64_t row, int64_t padded_d
   common = {round_up(common.begin, P::kPair), common.end / P::kPair * P::kPair};
   if (common.empty()) common = {kTile, kTile};
   multiply<P, kBlockRows>(weights, kTile, values_panel, common.begin / P::kPair, common.end / P::kPair, sums);
-  // ... and what some see beside them: a value that a row does not see must not be multiplied, as it may be NaN.
-  for (int r = 0; r < kBlockRows; ++r) {
-    if (keys[r].empty()) continue;
-    multiply_ragged<P>(weights + r * kTile, values_panel, keys[r].begin, std::min(keys[r].end, common.begin), sums[r]);
-    multiply_ragged<P>(weights + r * kTile, values_panel, std::max(keys[r].begin, common.end), keys[r].end, sums[r]);
-  }
   for (int r = 0; r < kBlockRows; ++r) {
     float* to = scratch.values + (row + r) * padded_dim + panel * kPanel;
     store(to, sums[r].low);
     store(to + kWidth, sums[r].high);
+  }
+  // ... and what some see beside them: a value that a row does not see must not be multiplied, as it may be NaN.
+  for (int r = 0; r < kBlockRows; ++r) {
+    if (keys[r].empty() || keys[r] == common) continue;
+    float* to = scratch.values + (row + r) * padded_dim + panel * kPanel;
+    Chunk sum{load(to), load(to + kWidth)};
+    multiply_ragged<P>(weights + r * kTile, values_panel, keys[r].begin, std::min(keys[r].end, common.begin), sum);
+    multiply_ragged<P>(weights + r * kTile, values_panel, std::max(keys[r].begin, common.end), keys[r].end, sum);
+    store(to, sum.low);
+    store(to + kWidth, sum.high);
   }
 }
 
