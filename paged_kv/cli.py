@@ -7,12 +7,13 @@ used (one line says why), 130 when interrupted.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -179,16 +180,18 @@ def _open_output(path: Path | None) -> TextIO | nullcontext:
 
 
 def _load(args: argparse.Namespace) -> LLM:
-    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars about weights; ours says otherwise
     try:
         path = args.model or default_model()
-        return LLM(
-            path,
-            dtype=DTYPES[args.dtype] if args.dtype else None,
-            block_size=args.block_size,
-            num_blocks=args.num_blocks,
-            max_num_seqs=args.max_num_seqs,
-        )
+        if sys.stderr.isatty():
+            print(f"loading {path.name}", file=sys.stderr)
+        with redirect_stderr(io.StringIO()):  # transformers' progress bars; its warnings still come through
+            return LLM(
+                path,
+                dtype=DTYPES[args.dtype] if args.dtype else None,
+                block_size=args.block_size,
+                num_blocks=args.num_blocks,
+                max_num_seqs=args.max_num_seqs,
+            )
     except (FileNotFoundError, ImportError, UnsupportedModelError) as error:
         raise InputError(str(error)) from None
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -285,7 +288,7 @@ def _print_summary(llm: LLM, answers: list[RequestOutput], seconds: float) -> No
     num_new = sum(len(answer.token_ids) for answer in answers)
     preemptions = llm.engine.num_preemptions
     print(
-        f"\n{len(answers)} prompts of {num_prompt} tokens, {num_new} new tokens in {seconds:.1f} s "
-        f"({num_new / seconds:.1f} a second), {preemptions} preemptions\n{llm.cache_use}",
+        f"\nprompts: {len(answers)}, of {num_prompt} tokens; {num_new} new tokens in {seconds:.1f} s, "
+        f"{num_new / seconds:.1f} a second; preemptions: {preemptions}\n{llm.cache_use}",
         file=sys.stderr,
     )

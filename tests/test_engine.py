@@ -250,7 +250,7 @@ def test_cache_use_counts_tokens_blocks_and_waste(model):
     assert use.peak_bytes == 16 * use.bytes_per_token
     assert use.contiguous_tokens == 2 * 512
     assert use.contiguous_waste == 1 - 12 / 1024
-    assert "12 tokens of 2 sequences held in 4 blocks" in str(use)
+    assert "12 tokens held in 4 blocks" in str(use)
 
 
 def test_settings_and_arguments_are_checked_by_name(model, prompts):

@@ -1,5 +1,6 @@
 """Tiny randomly initialised models of many architectures, and what their own `generate` answers."""
 
+import tokenizers
 import torch
 import transformers as hf
 
@@ -100,3 +101,14 @@ def own_answers(model: hf.PreTrainedModel, prompts: list[list[int]], max_tokens:
         )
         answers.append(output[0, len(prompt) :].tolist())
     return answers
+
+
+def byte_tokenizer() -> hf.PreTrainedTokenizerFast:
+    """Each byte is a token, whose id is the byte."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as in GPT-2, these stand for themselves
+    others = [byte for byte in range(256) if byte not in visible]
+    vocab = {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -66,11 +66,11 @@ class CacheUse:
         mib = 2**20
         saved = self.contiguous_bytes / self.peak_bytes
         return (
-            f"paged cache at its peak: {self.tokens_at_peak} tokens of {self.peak_sequences} sequences "
-            f"held in {self.peak_blocks} blocks of {self.block_size} slots, {self.peak_bytes / mib:.1f} MiB\n"
+            f"paged cache at its peak: {self.tokens_at_peak} tokens held in {self.peak_blocks} blocks of "
+            f"{self.block_size} slots, {self.peak_bytes / mib:.1f} MiB\n"
             f"waste: {self.waste_at_peak:.1%} of the allocated slots at the peak, "
             f"{self.mean_waste:.1%} on average\n"
-            f"contiguous cache for the same requests: {self.peak_sequences} x {self.reserved_per_sequence} = "
+            f"a contiguous cache would have reserved {self.peak_sequences} x {self.reserved_per_sequence} = "
             f"{self.contiguous_tokens} slots, {self.contiguous_bytes / mib:.1f} MiB, "
             f"{self.contiguous_waste:.1%} waste, {saved:.0f} times the memory"
         )

