@@ -74,14 +74,25 @@ def snapshot(manager):
     pool, tables, prefix = manager._pool, manager._tables, manager._prefix
     rows = {
         seq_id: (
-            tables.state[:, row].tolist(),
+            tables.seq_len[row],
+            tables.computed_len[row],
+            tables.known_len[row],
+            tables.num_named[row],
+            tables.num_blocks[row],
             tables.first_block[:, row].tolist(),
             [tables.held(group, row).tolist() for group in range(len(manager.windows))],
         )
         for seq_id, row in tables.row_of.items()
     }
     away = {
-        seq_id: (s.state.tolist(), s.first_block.tolist(), copy.deepcopy(s.blocks))
+        seq_id: (
+            s.seq_len,
+            s.computed_len,
+            s.known_len,
+            s.num_named,
+            s.first_block.tolist(),
+            copy.deepcopy(s.blocks),
+        )
         for seq_id, s in tables.away.items()
     }
 

@@ -86,7 +86,8 @@ class Admissions:
         if self.prefix is not None and chain.prompt:
             match = self.prefix.find(chain, (num_tokens - 1) // self.tables.block_size)
             left = num_tokens - 1 - match.num_blocks * self.tables.block_size
-            candidates = [self.prefix.extend_partially(chain, match, left), match]
+            longer = self.prefix.extend_partially(chain, match, left)
+            candidates = [match] if longer is match else [longer, match]
         for match in candidates:
             # A partial hit is held, and a block for its copy needed too.
             found = [len(blocks) - (match.num_partial_tokens > 0) for blocks in match.blocks]

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..errors import DuplicateSequenceError, OutOfBlocksError, RollbackError, SharedBlockError
 from .admission import Admission, Admissions, AdmissionStatus
-from .chain import BYTES_PER_TOKEN, ContentKey, TokenChain
+from .chain import ContentKey, TokenChain
 from .events import Copied, Dropped, Event, Forked, Held, Preempted, Recorder, SwappedIn, SwappedOut
 from .pins import Pin, Pins
 from .pool import BlockPool, expect
@@ -254,18 +254,15 @@ class PagedKVCacheManager:
         if lookahead < 0:
             raise ValueError(f"lookahead must be at least 0, not {lookahead}")
         self.expire_pins()
+        old = None if batch.unknown is None else tables.seq_len[rows]
         if batch.counts is None and not lookahead:
             slots, block_copies = self._append_one(seq_ids, rows)
-            counts = 1
         else:
             counts = np.ones_like(rows) if batch.counts is None else batch.counts
-            block_copies = self._make_room(seq_ids, rows, counts.tolist(), lookahead)
-            slots = self._slots(rows, tables.seq_len[rows], counts)
-            tables.room[rows] = 0
+            slots, block_copies = self._append_many(seq_ids, rows, counts, lookahead)
         if batch.unknown is not None:
-            unknown = rows[batch.unknown & (counts > 0)]
-            tables.known_len[unknown] = np.minimum(tables.known_len[unknown], tables.seq_len[unknown])
-        tables.seq_len[rows] += counts
+            limit = np.where(batch.unknown & (tables.seq_len[rows] > old), old, UNLIMITED)
+            tables.known_len[rows] = np.minimum(tables.known_len[rows], limit)
         if batch.ids is not None and self._prefix is not None:
             for group_slots in slots:
                 self._prefix.token_at[group_slots] = batch.ids
@@ -289,17 +286,19 @@ class PagedKVCacheManager:
         lengths = tables.seq_len[rows]
         if seq_lens is not None:
             most, lengths = lengths, _lengths("seq_lens", seq_lens, len(rows))
-            for i in np.flatnonzero((lengths > most) | (lengths < tables.computed_len[rows])).tolist():
+            for i in ((lengths > most) | (lengths < tables.computed_len[rows])).nonzero()[0].tolist():
                 raise ValueError(
                     f"seq_lens of sequence {seq_ids[i]!r} must be between {tables.computed_len[rows[i]]} and"
                     f" {most[i]}, not {lengths[i]}"
                 )
         tables.computed_len[rows] = lengths
         if self._prefix is not None:
-            full = np.minimum(lengths, tables.known_len[rows]) // self.block_size
-            filled = (full > tables.num_named[rows]).nonzero()[0]
-            if len(filled):
-                self._publish([seq_ids[i] for i in filled.tolist()], rows[filled], full[filled])
+            named = tables.num_named[rows]
+            for i in (lengths // self.block_size > named).nonzero()[0].tolist():
+                row, start = int(rows[i]), int(named[i])
+                full = int(min(lengths[i], tables.known_len[row])) // self.block_size
+                if full > start:
+                    self._publish(seq_ids[i], row, start, full)
         for group, window in enumerate(self.windows):
             if window is not None:
                 self._slide(seq_ids, rows, group, window)
@@ -395,8 +394,9 @@ class PagedKVCacheManager:
 
     def expire_pins(self) -> None:
         """Lets go of the pins whose time is over. Calls that need blocks do this by themselves."""
-        for pin in self._pins.expired():
-            self.unpin(pin)
+        if self._pins.blocks:
+            for pin in self._pins.expired():
+                self.unpin(pin)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content, as after new weights; what runs now is not published any more."""
@@ -479,17 +479,10 @@ class PagedKVCacheManager:
 
         Tokens before the group's window may be without a slot by then; theirs have no meaning.
         """
-        tables, size = self._tables, self.block_size
+        tables = self._tables
         rows = tables.rows(seq_ids)
-        seq_lens = tables.seq_len[rows].tolist()
-        slots = np.empty(sum(seq_lens), np.int64)
-        offsets = np.arange(size)
-        start = 0
-        for row, seq_len in zip(rows.tolist(), seq_lens, strict=True):
-            blocks = tables.blocks[group, row, : tables.blocks_for(seq_len)].astype(np.int64)
-            slots[start : start + seq_len] = (blocks[:, None] * size + offsets).reshape(-1)[:seq_len]
-            start += seq_len
-        return slots
+        parts = [tables.slots(group, row, 0, int(tables.seq_len[row])) for row in rows.tolist()]
+        return np.concatenate(parts or [np.zeros(0, np.int64)])
 
     @property
     def num_available_blocks(self) -> int:
@@ -571,8 +564,8 @@ class PagedKVCacheManager:
         Returns the (source, destination) copies to make.
         """
         tables, pool, size = self._tables, self._pool, self.block_size
-        seq_lens, num_blocks = tables.seq_len[rows].tolist(), tables.num_blocks[rows].tolist()
         growing, writing, needed = [], [], 0
+        seq_lens, num_blocks = tables.seq_len[rows].tolist(), tables.num_blocks[rows].tolist()
         for seq_id, row, seq_len, held, count in zip(
             seq_ids, rows.tolist(), seq_lens, num_blocks, counts, strict=True
         ):
@@ -582,7 +575,7 @@ class PagedKVCacheManager:
                 needed += more * len(self.windows)
             if count and seq_len % size:
                 writing.append(row)
-        copies, overwritten = self._plan_copies(writing)
+        copies, overwritten = self._plan_copies(writing) if writing else ([], [])
         needed += len(copies)
         if needed > pool.num_available:
             raise OutOfBlocksError(needed, pool.num_available)
@@ -604,9 +597,9 @@ class PagedKVCacheManager:
         be copied, or else overwritten and forgotten.
         """
         ref_count, is_cached = self._pool.ref_count, self._pool.is_cached
-        places = (self._tables.seq_len[rows] // self.block_size).tolist() if rows else []
+        places = (self._tables.seq_len[rows] // self.block_size).tolist()
         shared, cached = [], []
-        for group, blocks in enumerate(self._tables.blocks if rows else ()):
+        for group, blocks in enumerate(self._tables.blocks):
             left: dict[int, int] = {}
             for row, place, block in zip(rows, places, blocks[rows, places].tolist(), strict=True):
                 holders = left.get(block, ref_count[block])
@@ -624,23 +617,46 @@ class PagedKVCacheManager:
 
         Rows that have room share a few array operations; only those at the end of what is known to be theirs ask.
         """
-        tables, size = self._tables, self.block_size
+        tables = self._tables
+        room = tables.room[rows]
+        asking = (room == 0).nonzero()[0].tolist()
         block_copies = []
-        asking = (tables.room[rows] == 0).nonzero()[0].tolist()
         if asking:
-            some = rows[asking]
-            block_copies = self._make_room([seq_ids[i] for i in asking], some, [1] * len(asking), 0)
-            for row, seq_len in zip(some.tolist(), tables.seq_len[some].tolist(), strict=True):
-                place, offset = divmod(seq_len, size)
-                tables.room[row] = size - offset
-                for group, blocks in enumerate(tables.blocks):
-                    tables.next_slot[group, row] = int(blocks[row, place]) * size + offset
-        tables.room[rows] -= 1
+            block_copies = self._find_room([seq_ids[i] for i in asking], rows[asking])
+            room = tables.room[rows]
+        tables.room[rows] = room - 1
+        tables.seq_len[rows] += 1
         slots = np.empty((len(self.windows), len(rows)), np.int64)
         for group_slots, next_slot in zip(slots, tables.next_slot, strict=True):
             group_slots[:] = next_slot[rows]
             next_slot[rows] = group_slots + 1
         return slots, block_copies
+
+    def _find_room(self, seq_ids: list[Hashable], rows: np.ndarray) -> list[tuple[int, int]]:
+        """Notes where the next token of each row goes and how many fit there, after making room for it."""
+        tables, pool, size = self._tables, self._pool, self.block_size
+        seq_lens, num_blocks = tables.seq_len[rows].tolist(), tables.num_blocks[rows].tolist()
+        if all(seq_len == held * size for seq_len, held in zip(seq_lens, num_blocks, strict=True)):
+            # The usual case: their blocks are full, and each gets a new one.
+            needed = len(seq_lens) * len(self.windows)
+            if needed > pool.num_available:
+                raise OutOfBlocksError(needed, pool.num_available)
+            tables.reserve_width(max(num_blocks) + 1)
+            for seq_id, row, place in zip(seq_ids, rows.tolist(), num_blocks, strict=True):
+                for group, blocks in enumerate(tables.blocks):
+                    blocks[row, place] = block = pool.take_one(int(blocks[row, place - 1]))
+                    tables.next_slot[group, row] = block * size
+                    self._note_held(seq_id, group, place, [block])
+            tables.num_blocks[rows] += 1
+            tables.room[rows] = size
+            return []
+        block_copies = self._make_room(seq_ids, rows, [1] * len(seq_lens), 0)
+        for row, seq_len in zip(rows.tolist(), seq_lens, strict=True):
+            place, offset = divmod(seq_len, size)
+            tables.room[row] = size - offset
+            for group, blocks in enumerate(tables.blocks):
+                tables.next_slot[group, row] = int(blocks[row, place]) * size + offset
+        return block_copies
 
     def _copy(self, copies: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
         """Gives each (group, row, place) a block of its own for the content it shares now."""
@@ -664,46 +680,38 @@ class PagedKVCacheManager:
         self._recorder.counters.copied += len(pairs)
         return pairs
 
-    def _slots(self, rows: np.ndarray, old: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Slots of the `counts` tokens after the first `old` of each row, [groups, sum(counts)] int64."""
-        # By blocks first, of which there are fewer: those that hold a new token, then their slots, then the right ones.
-        size = self.block_size
-        first, last = old // size, -(-(old + counts) // size)
-        num_blocks = np.where(counts > 0, last - first, 0)
-        starts = np.cumsum(num_blocks) - num_blocks
-        places = np.arange(num_blocks.sum()) + np.repeat(first - starts, num_blocks)
-        blocks = self._tables.blocks[:, np.repeat(rows, num_blocks), places].astype(np.int64)
-        offsets = np.arange(size)
-        positions = places[:, None] * size + offsets
-        new = (positions >= np.repeat(old, num_blocks)[:, None]) & (
-            positions < np.repeat(old + counts, num_blocks)[:, None]
-        )
-        return (blocks[:, :, None] * size + offsets)[:, new]
+    def _append_many(
+        self, seq_ids: Sequence[Hashable], rows: np.ndarray, counts: np.ndarray, lookahead: int
+    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Slots of `counts` more tokens for each row, [groups, sum(counts)], and block copies: prefill, drafts."""
+        tables = self._tables
+        old = tables.seq_len[rows]
+        block_copies = self._make_room(seq_ids, rows, counts.tolist(), lookahead)
+        tables.room[rows] = 0
+        tables.seq_len[rows] = new = old + counts
+        parts = [
+            tables.slots(group, row, start, stop)
+            for group in range(len(self.windows))
+            for row, start, stop in zip(rows.tolist(), old.tolist(), new.tolist(), strict=True)
+        ]
+        slots = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, np.int64)])
+        return slots.reshape(len(self.windows), -1), block_copies
 
-    def _publish(self, seq_ids: list[Hashable], rows: np.ndarray, full: np.ndarray) -> None:
-        """Tells the prefix cache of the rows' blocks up to place `full`, whose tokens are computed and known."""
-        tables, prefix = self._tables, self._prefix
-        starts = tables.num_named[rows]
-        counts = full - starts
-        ends = np.cumsum(counts)
-        places, owners = starts, rows
-        if ends[-1] > len(rows):
-            places = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
-            owners = np.repeat(rows, counts)
-        blocks = tables.blocks[:, owners, places]  # [groups, blocks of all rows]
-        tokens = prefix.tokens[blocks[0]].tobytes()
-        size = tables.block_size * BYTES_PER_TOKEN
-        blocks = blocks.tolist()
-        for seq_id, row, start, count, end in zip(
-            seq_ids, rows.tolist(), starts.tolist(), counts.tolist(), ends.tolist(), strict=True
-        ):
-            chain = tables.chains[row]
-            chain.name(tokens[(end - count) * size : end * size], start, count)
-            for group, group_blocks in enumerate(blocks):
-                twins = prefix.store(chain, group, group_blocks[end - count : end], start)
-                if twins:
-                    self._merge(seq_id, row, group, twins)
-        tables.num_named[rows] = full
+    def _publish(self, seq_id: Hashable, row: int, start: int, stop: int) -> None:
+        """Tells the prefix cache of the row's blocks from place `start` to `stop`, all computed and known."""
+        tables, prefix, chain = self._tables, self._prefix, self._tables.chains[row]
+        blocks = tables.blocks[:, row, start:stop].tolist()
+        first, last = blocks[0][0], blocks[0][-1]
+        if last - first == stop - start - 1 and blocks[0] == list(range(first, last + 1)):
+            tokens = prefix.tokens[first : last + 1]  # neighbours are read as they lie
+        else:
+            tokens = prefix.tokens[blocks[0]]
+        chain.name(tokens.tobytes(), start, stop - start)
+        for group, group_blocks in enumerate(blocks):
+            twins = prefix.store(chain, group, group_blocks, start)
+            if twins:
+                self._merge(seq_id, row, group, twins)
+        tables.num_named[row] = stop
 
     def _merge(self, seq_id: Hashable, row: int, group: int, twins: list[tuple[int, int]]) -> None:
         """Lets the row's table name the blocks that hold the same content already: (place, block)."""

@@ -194,16 +194,18 @@ class PrefixCache:
 
     def forget(self, blocks: list[int]) -> None:
         """The content of these blocks is no longer found; `is_cached` is the pool's to clear."""
-        digest_of, group_of, cached_in = self.digest_of, self.group_of, self.blocks
-        for block in blocks:
-            digest, group = digest_of[block], group_of[block]
-            digest_of[block] = None
-            del cached_in[group][digest]
-            if self.parent_of and not any(digest in cached for cached in cached_in):
-                self._forget_continuation(digest)
-            if self.recorder.subscribers:
-                self.recorder.emit(Evicted(group, block, digest))
+        digests = [self.digest_of[block] for block in blocks]
+        for block, digest in zip(blocks, digests, strict=True):
+            self.digest_of[block] = None
+            del self.blocks[self.group_of[block]][digest]
         self.recorder.counters.evicted += len(blocks)
+        if self.parent_of:
+            for digest in digests:
+                if not any(digest in cached for cached in self.blocks):
+                    self._forget_continuation(digest)
+        if self.recorder.subscribers:
+            for block, digest in zip(blocks, digests, strict=True):
+                self.recorder.emit(Evicted(self.group_of[block], block, digest))
 
     def _note_continuation(self, chain: TokenChain, place: int) -> None:
         if not (chain.keys and chain.keys_within(place)):

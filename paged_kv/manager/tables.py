@@ -33,18 +33,18 @@ UNLIMITED = np.iinfo(np.int64).max
 class SavedRow:
     """A sequence without a row: its block ids mean what its keeper says."""
 
-    state: np.ndarray  # [fields]
+    seq_len: int
+    computed_len: int
+    known_len: int
+    num_named: int
     first_block: np.ndarray  # [groups]
     blocks: list[list[int]]  # [groups] of the blocks held in the group, in order
     chain: TokenChain
 
-    @property
-    def num_named(self) -> int:
-        return int(self.state[SequenceTables.FIELDS.index("num_named")])
-
     def forget_names(self) -> None:
-        self.state[4] = 0
-        self.state[3] = 0 if self.state[1] else UNLIMITED
+        """Nothing of it is published any more, but what it holds stays its own."""
+        self.num_named = 0
+        self.known_len = 0 if self.seq_len else UNLIMITED
         self.chain.digests.clear()
 
     def flat_blocks(self) -> np.ndarray:
@@ -55,31 +55,29 @@ class SavedRow:
 class SequenceTables:
     """Rows of sequences. `rows(seq_ids)` gives indices that all arrays here share."""
 
-    FIELDS = ("num_blocks", "seq_len", "computed_len", "known_len", "num_named")
-
     def __init__(self, num_groups: int, block_size: int) -> None:
         self.block_size = block_size
+        self._offsets = np.arange(block_size)
         self.row_of: dict[Hashable, int] = {}
-        self._last_seq_ids: list[Hashable] | None = (
-            None  # a step asks for the rows of one batch several times
-        )
+        self._last_seq_ids: list[Hashable] | None = None  # a step asks for one batch's rows several times
         self._last_rows = np.zeros(0, np.int64)
         self.away: dict[Hashable, SavedRow] = {}
         self.chains: dict[int, TokenChain] = {}  # by row
         self._free_rows: list[int] = []
         self.blocks = np.zeros((num_groups, 0, 8), np.int32)  # [groups, rows, width]
         self.first_block = np.zeros((num_groups, 0), np.int64)  # [groups, rows]
-        self.room = np.zeros(0, np.int64)  # [rows]
+        # [rows] each
+        self.num_blocks = np.zeros(
+            0, np.int64
+        )  # blocks that the table reaches, those behind a window included
+        self.seq_len = np.zeros(0, np.int64)  # tokens with a slot
+        self.computed_len = np.zeros(0, np.int64)  # tokens whose keys and values are there
+        self.known_len = np.zeros(
+            0, np.int64
+        )  # tokens before the first without an id, UNLIMITED if all have one
+        self.num_named = np.zeros(0, np.int64)  # full blocks that the prefix cache was told of
+        self.room = np.zeros(0, np.int64)
         self.next_slot = np.zeros((num_groups, 0), np.int64)  # [groups, rows]
-        self._set_state(np.zeros((len(self.FIELDS), 0), np.int64))
-
-    def _set_state(self, state: np.ndarray) -> None:
-        self.state = state  # [fields, rows]
-        self.num_blocks = state[0]  # blocks that the table reaches, those behind a window included
-        self.seq_len = state[1]  # tokens with a slot
-        self.computed_len = state[2]  # of these, tokens whose keys and values are there
-        self.known_len = state[3]  # tokens before the first one without an id, UNLIMITED if there is none
-        self.num_named = state[4]  # full blocks that the prefix cache was told of
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -95,9 +93,9 @@ class SequenceTables:
         self.row_of[seq_id] = row
         self.chains[row] = chain
         self.first_block[:, row] = 0
-        self.state[:, row] = 0
+        for field in (self.num_blocks, self.seq_len, self.computed_len, self.num_named, self.room):
+            field[row] = 0
         self.known_len[row] = UNLIMITED
-        self.room[row] = 0
         return row
 
     def close(self, seq_id: Hashable) -> None:
@@ -108,16 +106,26 @@ class SequenceTables:
 
     def save(self, row: int) -> SavedRow:
         """What the row holds, without lookahead blocks."""
-        state, first = self.state[:, row].copy(), self.first_block[:, row].copy()
-        state[0] = stop = self.blocks_for(int(self.seq_len[row]))
-        blocks = [self.blocks[group, row, start:stop].tolist() for group, start in enumerate(first)]
-        return SavedRow(state, first, blocks, self.chains[row].copy())
+        first, stop = self.first_block[:, row].copy(), self.blocks_for(int(self.seq_len[row]))
+        return SavedRow(
+            int(self.seq_len[row]),
+            int(self.computed_len[row]),
+            int(self.known_len[row]),
+            int(self.num_named[row]),
+            first,
+            [self.blocks[group, row, start:stop].tolist() for group, start in enumerate(first)],
+            self.chains[row].copy(),
+        )
 
     def assign(self, row: int, saved: SavedRow) -> None:
         """Gives the row what was saved."""
         self.chains[row] = saved.chain
-        self.state[:, row] = saved.state
+        self.seq_len[row] = saved.seq_len
+        self.computed_len[row] = saved.computed_len
+        self.known_len[row] = saved.known_len
+        self.num_named[row] = saved.num_named
         self.first_block[:, row] = saved.first_block
+        self.num_blocks[row] = self.blocks_for(saved.seq_len)
         self.room[row] = 0
         self.reserve_width(int(self.num_blocks[row]))
         for group in range(len(self.blocks)):
@@ -168,6 +176,13 @@ class SequenceTables:
         places = np.arange(stop - 1, start - 1, -1)[:, None]
         return self.blocks[:, row, start:stop].T[::-1][places >= self.first_block[:, row]]
 
+    def slots(self, group: int, row: int, start: int, stop: int) -> np.ndarray:
+        """Slots of the row's positions `start` to `stop` in the group, [stop - start] int64."""
+        first = start // self.block_size
+        blocks = self.blocks[group, row, first : self.blocks_for(stop)].astype(np.int64)
+        slots = np.add(blocks[:, None] * self.block_size, self._offsets).reshape(-1)
+        return slots[start - first * self.block_size : stop - first * self.block_size]
+
     def reserve_width(self, width: int) -> None:
         """Makes room for tables of `width` blocks, at least doubling, so that growth costs O(1) an entry."""
         groups, rows, old = self.blocks.shape
@@ -180,16 +195,20 @@ class SequenceTables:
         old = self.blocks.shape[1]
         new = max(8, 2 * old)
 
-        def grown(array: np.ndarray) -> np.ndarray:
-            bigger = np.zeros((array.shape[0], new, *array.shape[2:]), array.dtype)
-            bigger[:, :old] = array
-            return bigger
+        def grown(array: np.ndarray, axis: int = 0) -> np.ndarray:
+            shape = list(array.shape)
+            shape[axis] = new - old
+            return np.concatenate([array, np.zeros(shape, array.dtype)], axis)
 
-        self.blocks = grown(self.blocks)
-        self.first_block = grown(self.first_block)
-        self.next_slot = grown(self.next_slot)
-        self.room = grown(self.room[None])[0]
-        self._set_state(grown(self.state))
+        self.blocks = grown(self.blocks, 1)
+        self.first_block = grown(self.first_block, 1)
+        self.next_slot = grown(self.next_slot, 1)
+        self.num_blocks = grown(self.num_blocks)
+        self.seq_len = grown(self.seq_len)
+        self.computed_len = grown(self.computed_len)
+        self.known_len = grown(self.known_len)
+        self.num_named = grown(self.num_named)
+        self.room = grown(self.room)
         self._free_rows.extend(range(new - 1, old - 1, -1))
 
     # Proof
@@ -205,10 +224,9 @@ class SequenceTables:
         expect(set(rows) == set(self.chains), "each row in use has a chain")
         expect(not self.row_of.keys() & self.away.keys(), "a sequence is on the device or on the host")
         for row in rows:
-            num_blocks, seq_len, computed_len, known_len, num_named = self.state[:, row].tolist()
-            expect(
-                0 <= num_named * self.block_size <= min(computed_len, known_len), "named blocks are computed"
-            )
+            num_blocks, seq_len, num_named = self.num_blocks[row], self.seq_len[row], self.num_named[row]
+            computed_len, known_len = self.computed_len[row], self.known_len[row]
+            expect(0 <= num_named * self.block_size <= min(computed_len, known_len), "named blocks are known")
             expect(computed_len <= seq_len <= num_blocks * self.block_size, "every token has a slot")
             expect(len(self.chains[row].digests) >= num_named, "named blocks have a digest")
             for group in range(len(self.blocks)):

@@ -52,12 +52,12 @@ def parse_batch(tokens: np.ndarray | Sequence[Tokens], num_seqs: int) -> Batch:
     if all(missing):
         return Batch(counts, None, unknown)
     parts = [np.zeros(t, np.int32) if m else _ids(t) for t, m in zip(tokens, missing, strict=True)]
-    return Batch(counts, np.concatenate(parts), unknown)
+    return Batch(counts, parts[0] if len(parts) == 1 else np.concatenate(parts), unknown)
 
 
 def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     array = np.asarray(tokens)
-    if array.dtype == np.int32:
+    if array.dtype.char == "i":
         return array
     if array.size == 0:
         return array.astype(np.int32)
