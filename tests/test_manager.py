@@ -156,3 +156,17 @@ def test_lookahead_slots_are_ready_but_hold_no_token():
     assert m.append(["a"], [5]).slot_mapping.shape == (5,)
     assert m.stats().num_used_blocks == 3
     m.check()
+
+
+def test_holders_tells_free_evictable_and_how_often_a_block_is_held():
+    m = opened(a=6)
+    m.fork("a", "b")
+    first, last = m.block_tables(["a"])[0].tolist()
+    assert m.holders()[[first, last]].tolist() == [2, 2]
+    assert (m.holders() == -1).sum() == m.num_blocks - 2
+    m.admit("c", [1, 2, 3, 4, 5])
+    m.append(["c"], [[1, 2, 3, 4, 5]])
+    m.commit(["c"])
+    cached, tail = m.block_tables(["c"])[0].tolist()
+    m.free("c")
+    assert m.holders()[[cached, tail]].tolist() == [0, -1]

@@ -489,6 +489,13 @@ class PagedKVCacheManager:
         """Blocks that could be handed out now: free ones and evictable ones."""
         return self._pool.num_available
 
+    def holders(self) -> np.ndarray:
+        """How many hold each block, sequences and pins: [num_blocks] int32, 0 evictable, -1 free.
+
+        For pictures of the pool: costs O(blocks).
+        """
+        return np.where(np.frombuffer(self._pool.is_free, np.bool_), np.int32(-1), self._pool.refs)
+
     def subscribe(self, subscriber: Callable[[Event], None]) -> None:
         """Calls `subscriber` with every event from now on; see events.py."""
         self._recorder.subscribers.append(subscriber)
