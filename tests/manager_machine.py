@@ -17,6 +17,7 @@ from dataclasses import asdict
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from manager_mirror import Mirror
 from manager_model import Model
 
 from paged_kv import errors
@@ -141,6 +142,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.cache = self.cache_type(num_blocks, num_host_blocks, block_size)
         self.ids = {}  # model block -> id
         self.names = 0
+        self.mirror = Mirror(len(windows))
+        self.real.subscribe(self.mirror)
         for tokens in prompts:
             self.serve(tokens, (), 6)
 
@@ -220,6 +223,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert (stats.num_sequences, stats.num_swapped_sequences) == (len(model.device), len(model.host))
         assert stats.num_held_tokens == model.held_tokens()
         assert asdict(stats.counters) == model.count
+        self.mirror.compare(real)
 
     def match(self, ids, blocks):
         assert len(ids) == len(blocks)

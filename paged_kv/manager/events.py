@@ -1,8 +1,8 @@
 """What happened, for metrics and for subscribers that keep a picture of their own.
 
 From the events alone a subscriber can rebuild every block table and the prefix cache
-(tests/test_manager_events.py does): an entry of a table changes only by `Held`, `Dropped`, `Copied` and
-`Forked`, the cache only by `Stored` and `Evicted`. A place is an index into a block table.
+(tests/manager_mirror.py does): an entry of a table changes only by `Held`, `Dropped`, `Copied`,
+`Forked` and `SwappedOut`, the cache only by `Stored` and `Evicted`. A place is an index into a block table.
 """
 
 from __future__ import annotations
@@ -123,3 +123,7 @@ class Recorder:
     def emit(self, event: Event) -> None:
         for subscriber in self.subscribers:
             subscriber(event)
+
+    def held(self, seq_id: Hashable, group: int, start: int, blocks: list[int]) -> None:
+        if self.subscribers and blocks:
+            self.emit(Held(seq_id, group, start, tuple(blocks)))

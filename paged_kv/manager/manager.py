@@ -26,9 +26,10 @@ import numpy as np
 from ..errors import DuplicateSequenceError, OutOfBlocksError, RollbackError, SharedBlockError
 from .admission import Admission, Admissions, AdmissionStatus
 from .chain import ContentKey, TokenChain
-from .events import Copied, Dropped, Event, Forked, Held, Preempted, Recorder, SwappedIn, SwappedOut
+from .events import Dropped, Event, Forked, Preempted, Recorder, SwappedIn, SwappedOut
+from .growth import Growth
 from .pins import Pin, Pins
-from .pool import BlockPool, expect
+from .pool import BlockPool
 from .prefix import Match, PrefixCache
 from .stats import Stats, count_empty_slots
 from .swap import Swapper
@@ -116,6 +117,7 @@ class PagedKVCacheManager:
             if prefix_cache
             else None
         )
+        self._growth = Growth(self._pool, self._tables, self._prefix, self._recorder)
         self._swapper = Swapper(num_host_blocks, self._pool, self._tables, self._prefix)
         self._pins = Pins(num_blocks // 2 if pin_budget is None else pin_budget, clock)
         self._admissions = Admissions(self._pool, self._tables, self._prefix, self.windows, identity)
@@ -207,7 +209,7 @@ class PagedKVCacheManager:
             self._drop(seq_id, row, 0)
             tables.assign(row, content)
             for group, blocks in enumerate(content.blocks):
-                self._note_held(seq_id, group, int(content.first_block[group]), blocks)
+                self._recorder.held(seq_id, group, int(content.first_block[group]), blocks)
         self._recorder.counters.forked += len(moves)
 
     def free(self, seq_id: Hashable) -> None:
@@ -256,10 +258,10 @@ class PagedKVCacheManager:
         self.expire_pins()
         old = None if batch.unknown is None else tables.seq_len[rows]
         if batch.counts is None and not lookahead:
-            slots, block_copies = self._append_one(seq_ids, rows)
+            slots, block_copies = self._growth.one_each(seq_ids, rows)
         else:
             counts = np.ones_like(rows) if batch.counts is None else batch.counts
-            slots, block_copies = self._append_many(seq_ids, rows, counts, lookahead)
+            slots, block_copies = self._growth.many(seq_ids, rows, counts, lookahead)
         if batch.unknown is not None:
             limit = np.where(batch.unknown & (tables.seq_len[rows] > old), old, UNLIMITED)
             tables.known_len[rows] = np.minimum(tables.known_len[rows], limit)
@@ -362,7 +364,7 @@ class PagedKVCacheManager:
         if opened and not self.admit(seq_id, 1).admitted:
             raise OutOfBlocksError(len(self.windows), self._pool.num_available)
         if current_seq_len == seq_len + 1:
-            if seq_len % size and (copies := self._plan_copies([tables.row(seq_id)])[0]):
+            if seq_len % size and (copies := self._growth.plan_copies([tables.row(seq_id)])[0]):
                 group, row, place = copies[0]
                 raise SharedBlockError(seq_id, int(tables.blocks[group, row, place]))
             self.append([seq_id], [1])
@@ -448,7 +450,7 @@ class PagedKVCacheManager:
             for seq_id in seq_ids:
                 row = self._tables.row(seq_id)
                 for group, first in enumerate(self._tables.first_block[:, row].tolist()):
-                    self._note_held(seq_id, group, first, self._tables.held(group, row).tolist())
+                    self._recorder.held(seq_id, group, first, self._tables.held(group, row).tolist())
         return pairs
 
     # Looking things up
@@ -533,8 +535,7 @@ class PagedKVCacheManager:
             self._prefix.check()
             for row in self._tables.row_of.values():
                 self._prefix.check_sequence(self._tables, row)
-        for row in np.flatnonzero(self._tables.room).tolist():
-            self._check_room(row)
+        self._growth.check()
 
     # Steps of the calls above
 
@@ -542,17 +543,7 @@ class PagedKVCacheManager:
         """The sequence's table names `blocks` from place `start` on."""
         row = self._tables.row_of[seq_id]
         self._tables.blocks[group, row, start : start + len(blocks)] = blocks
-        self._note_held(seq_id, group, start, blocks)
-
-    def _grow(self, seq_id: Hashable, row: int, count: int) -> None:
-        """`count` more blocks in every group."""
-        tables = self._tables
-        start = int(tables.num_blocks[row])
-        tables.reserve_width(start + count)
-        for group in range(len(self.windows)):
-            last = int(tables.blocks[group, row, start - 1]) if start > tables.first_block[group, row] else -1
-            self._set(seq_id, group, start, self._pool.take(count, last))
-        tables.num_blocks[row] = start + count
+        self._recorder.held(seq_id, group, start, blocks)
 
     def _drop(self, seq_id: Hashable, row: int, start: int) -> None:
         """Lets go of the blocks from place `start` on, in every group."""
@@ -562,147 +553,6 @@ class PagedKVCacheManager:
                 self._recorder.emit(Dropped(seq_id, group, max(start, first), int(tables.num_blocks[row])))
         self._pool.drop(tables.held_backwards(row, start))
         tables.num_blocks[row] = start
-
-    def _make_room(
-        self, seq_ids: Sequence[Hashable], rows: np.ndarray, counts: list[int], lookahead: int
-    ) -> list[tuple[int, int]]:
-        """Gets the rows blocks of their own for `counts` and `lookahead` more tokens, or raises and does nothing.
-
-        Returns the (source, destination) copies to make.
-        """
-        tables, pool, size = self._tables, self._pool, self.block_size
-        growing, writing, needed = [], [], 0
-        seq_lens, num_blocks = tables.seq_len[rows].tolist(), tables.num_blocks[rows].tolist()
-        for seq_id, row, seq_len, held, count in zip(
-            seq_ids, rows.tolist(), seq_lens, num_blocks, counts, strict=True
-        ):
-            more = -(-(seq_len + count + lookahead) // size) - held
-            if more > 0:
-                growing.append((seq_id, row, more))
-                needed += more * len(self.windows)
-            if count and seq_len % size:
-                writing.append(row)
-        copies, overwritten = self._plan_copies(writing) if writing else ([], [])
-        needed += len(copies)
-        if needed > pool.num_available:
-            raise OutOfBlocksError(needed, pool.num_available)
-        if needed + len(overwritten) <= pool.num_available:  # rather copy than lose what the cache finds
-            copies, overwritten = copies + overwritten, []
-
-        for seq_id, row, more in growing:
-            self._grow(seq_id, row, more)
-        for group, row, place in overwritten:
-            block = int(tables.blocks[group, row, place])
-            self._prefix.forget([block])
-            pool.uncache(block)
-        return self._copy(copies)
-
-    def _plan_copies(self, rows: list[int]) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """What must happen before the rows write into their partial last blocks: (group, row, place in the table).
-
-        First the blocks to copy because others hold them, then those that only the prefix cache still finds: these may
-        be copied, or else overwritten and forgotten.
-        """
-        ref_count, is_cached = self._pool.ref_count, self._pool.is_cached
-        places = (self._tables.seq_len[rows] // self.block_size).tolist()
-        shared, cached = [], []
-        for group, blocks in enumerate(self._tables.blocks):
-            left: dict[int, int] = {}
-            for row, place, block in zip(rows, places, blocks[rows, places].tolist(), strict=True):
-                holders = left.get(block, ref_count[block])
-                if holders > 1:  # every holder but the last moves to a copy; the last one writes in place
-                    left[block] = holders - 1
-                    shared.append((group, row, place))
-                elif is_cached[block]:
-                    cached.append((group, row, place))
-        return shared, cached
-
-    def _append_one(
-        self, seq_ids: Sequence[Hashable], rows: np.ndarray
-    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Slots of one more token for each row, [groups, rows], and block copies: the decode step.
-
-        Rows that have room share a few array operations; only those at the end of what is known to be theirs ask.
-        """
-        tables = self._tables
-        room = tables.room[rows]
-        asking = (room == 0).nonzero()[0].tolist()
-        block_copies = []
-        if asking:
-            block_copies = self._find_room([seq_ids[i] for i in asking], rows[asking])
-            room = tables.room[rows]
-        tables.room[rows] = room - 1
-        tables.seq_len[rows] += 1
-        slots = np.empty((len(self.windows), len(rows)), np.int64)
-        for group_slots, next_slot in zip(slots, tables.next_slot, strict=True):
-            group_slots[:] = next_slot[rows]
-            next_slot[rows] = group_slots + 1
-        return slots, block_copies
-
-    def _find_room(self, seq_ids: list[Hashable], rows: np.ndarray) -> list[tuple[int, int]]:
-        """Notes where the next token of each row goes and how many fit there, after making room for it."""
-        tables, pool, size = self._tables, self._pool, self.block_size
-        seq_lens, num_blocks = tables.seq_len[rows].tolist(), tables.num_blocks[rows].tolist()
-        if all(seq_len == held * size for seq_len, held in zip(seq_lens, num_blocks, strict=True)):
-            # The usual case: their blocks are full, and each gets a new one.
-            needed = len(seq_lens) * len(self.windows)
-            if needed > pool.num_available:
-                raise OutOfBlocksError(needed, pool.num_available)
-            tables.reserve_width(max(num_blocks) + 1)
-            for seq_id, row, place in zip(seq_ids, rows.tolist(), num_blocks, strict=True):
-                for group, blocks in enumerate(tables.blocks):
-                    blocks[row, place] = block = pool.take_one(int(blocks[row, place - 1]))
-                    tables.next_slot[group, row] = block * size
-                    self._note_held(seq_id, group, place, [block])
-            tables.num_blocks[rows] += 1
-            tables.room[rows] = size
-            return []
-        block_copies = self._make_room(seq_ids, rows, [1] * len(seq_lens), 0)
-        for row, seq_len in zip(rows.tolist(), seq_lens, strict=True):
-            place, offset = divmod(seq_len, size)
-            tables.room[row] = size - offset
-            for group, blocks in enumerate(tables.blocks):
-                tables.next_slot[group, row] = int(blocks[row, place]) * size + offset
-        return block_copies
-
-    def _copy(self, copies: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
-        """Gives each (group, row, place) a block of its own for the content it shares now."""
-        tables = self._tables
-        pairs = []
-        for group, row, place in copies:
-            source = int(tables.blocks[group, row, place])
-            after = (
-                int(tables.blocks[group, row, place - 1]) if place > tables.first_block[group, row] else -1
-            )
-            destination = self._pool.take(1, after)[0]
-            tables.blocks[group, row, place] = destination
-            if self._prefix is not None:
-                self._prefix.tokens[destination] = self._prefix.tokens[source]
-            pairs.append((source, destination))
-            if self._recorder.subscribers:
-                seq_id = next(seq_id for seq_id, other in tables.row_of.items() if other == row)
-                self._recorder.emit(Copied(seq_id, group, place, source, destination))
-        for source, _ in pairs:  # only now: no destination may be a source of the same step
-            self._pool.drop(np.array([source]))
-        self._recorder.counters.copied += len(pairs)
-        return pairs
-
-    def _append_many(
-        self, seq_ids: Sequence[Hashable], rows: np.ndarray, counts: np.ndarray, lookahead: int
-    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Slots of `counts` more tokens for each row, [groups, sum(counts)], and block copies: prefill, drafts."""
-        tables = self._tables
-        old = tables.seq_len[rows]
-        block_copies = self._make_room(seq_ids, rows, counts.tolist(), lookahead)
-        tables.room[rows] = 0
-        tables.seq_len[rows] = new = old + counts
-        parts = [
-            tables.slots(group, row, start, stop)
-            for group in range(len(self.windows))
-            for row, start, stop in zip(rows.tolist(), old.tolist(), new.tolist(), strict=True)
-        ]
-        slots = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, np.int64)])
-        return slots.reshape(len(self.windows), -1), block_copies
 
     def _publish(self, seq_id: Hashable, row: int, start: int, stop: int) -> None:
         """Tells the prefix cache of the row's blocks from place `start` to `stop`, all computed and known."""
@@ -752,24 +602,6 @@ class PagedKVCacheManager:
         tables.num_named[row] = num_tokens // self.block_size
         for group, blocks in enumerate(match.blocks):
             self._set(seq_id, group, match.first[group], blocks)
-
-    def _check_room(self, row: int) -> None:
-        tables = self._tables
-        if row not in tables.chains:
-            return
-        place, offset = divmod(int(tables.seq_len[row]), self.block_size)
-        expect(offset + tables.room[row] == self.block_size, "room is what is left of a block")
-        for group, blocks in enumerate(tables.blocks):
-            block = int(blocks[row, place])
-            expect(
-                tables.next_slot[group, row] == block * self.block_size + offset, "next_slot is the next one"
-            )
-            expect(self._pool.ref_count[block] == 1, "a block with room has one holder")
-            expect(not self._pool.is_cached[block], "a block with room is not cached")
-
-    def _note_held(self, seq_id: Hashable, group: int, start: int, blocks: list[int]) -> None:
-        if self._recorder.subscribers and blocks:
-            self._recorder.emit(Held(seq_id, group, start, tuple(blocks)))
 
 
 def _lengths(name: str, lengths: Sequence[int] | np.ndarray, num_seqs: int) -> np.ndarray:

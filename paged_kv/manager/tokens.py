@@ -27,7 +27,8 @@ def token_bytes(tokens: Tokens) -> bytes:
 class Batch(NamedTuple):
     """New tokens of S sequences, T in all.
 
-    counts: [S] int64 tokens of each, or None where each has one. ids: [T] int32, None where no sequence has ids.
+    counts: [S] int64 tokens of each, or None where each has one. ids: [T] int32, None where no sequence has
+        ids.
     unknown: [S] bool, sequences without ids; None where all have them.
     """
 

@@ -1,0 +1,214 @@
+"""Growth: where the next tokens of a sequence go, and whose blocks they must not touch.
+
+A sequence writes behind its last token. Its last block is partial or full; if it is partial, others may read
+it:
+
+    several holders               all but the last to write move to a copy; the last one writes in place
+    one, found by the cache       it moves to a copy too, or if there is no block for that, the cache forgets it
+    one, not found                it writes in place
+
+Blocks beyond the last one hold nothing yet and have no other holder. Each call counts what it needs before it
+takes any block, and takes all destinations of copies before it lets go of a source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from ..errors import OutOfBlocksError
+from .events import Copied, Recorder
+from .pool import BlockPool, expect
+from .prefix import PrefixCache
+from .tables import SequenceTables
+
+Copies = list[tuple[int, int]]
+"""(source, destination) blocks."""
+
+Places = list[tuple[int, int, int]]
+"""(group, row, place in the row's table)."""
+
+
+class Growth:
+    def __init__(
+        self, pool: BlockPool, tables: SequenceTables, prefix: PrefixCache | None, recorder: Recorder
+    ) -> None:
+        self.pool = pool
+        self.tables = tables
+        self.prefix = prefix
+        self.recorder = recorder
+
+    def one_each(self, seq_ids: Sequence[Hashable], rows: np.ndarray) -> tuple[np.ndarray, Copies]:
+        """Slots of one more token for each row, [groups, rows], and block copies: the decode step.
+
+        Rows that have room share a few array operations; only those at the end of what is known to be theirs
+        ask.
+        """
+        tables = self.tables
+        room = tables.room[rows]
+        asking = (room == 0).nonzero()[0].tolist()
+        block_copies = []
+        if asking:
+            block_copies = self._find_room([seq_ids[i] for i in asking], rows[asking])
+            room = tables.room[rows]
+        tables.room[rows] = room - 1
+        tables.seq_len[rows] += 1
+        slots = np.empty((len(self.tables.blocks), len(rows)), np.int64)
+        for group_slots, next_slot in zip(slots, tables.next_slot, strict=True):
+            group_slots[:] = next_slot[rows]
+            next_slot[rows] = group_slots + 1
+        return slots, block_copies
+
+    def _find_room(self, seq_ids: list[Hashable], rows: np.ndarray) -> Copies:
+        """Notes where the next token of each row goes and how many fit there, after making room for it."""
+        tables, pool, size = self.tables, self.pool, self.tables.block_size
+        seq_lens, num_blocks = tables.seq_len[rows].tolist(), tables.num_blocks[rows].tolist()
+        if all(seq_len == held * size for seq_len, held in zip(seq_lens, num_blocks, strict=True)):
+            # The usual case: their blocks are full, and each gets a new one.
+            needed = len(seq_lens) * len(self.tables.blocks)
+            if needed > pool.num_available:
+                raise OutOfBlocksError(needed, pool.num_available)
+            tables.reserve_width(max(num_blocks) + 1)
+            for seq_id, row, place in zip(seq_ids, rows.tolist(), num_blocks, strict=True):
+                for group, blocks in enumerate(tables.blocks):
+                    blocks[row, place] = block = pool.take_one(int(blocks[row, place - 1]))
+                    tables.next_slot[group, row] = block * size
+                    self.recorder.held(seq_id, group, place, [block])
+            tables.num_blocks[rows] += 1
+            tables.room[rows] = size
+            return []
+        block_copies = self._make_room(seq_ids, rows, [1] * len(seq_lens), 0)
+        for row, seq_len in zip(rows.tolist(), seq_lens, strict=True):
+            place, offset = divmod(seq_len, size)
+            tables.room[row] = size - offset
+            for group, blocks in enumerate(tables.blocks):
+                tables.next_slot[group, row] = int(blocks[row, place]) * size + offset
+        return block_copies
+
+    def many(
+        self, seq_ids: Sequence[Hashable], rows: np.ndarray, counts: np.ndarray, lookahead: int
+    ) -> tuple[np.ndarray, Copies]:
+        """Slots of `counts` more tokens for each row, [groups, sum(counts)], and block copies: prefill, drafts."""
+        tables = self.tables
+        old = tables.seq_len[rows]
+        block_copies = self._make_room(seq_ids, rows, counts.tolist(), lookahead)
+        tables.room[rows] = 0
+        tables.seq_len[rows] = new = old + counts
+        parts = [
+            tables.slots(group, row, start, stop)
+            for group in range(len(self.tables.blocks))
+            for row, start, stop in zip(rows.tolist(), old.tolist(), new.tolist(), strict=True)
+        ]
+        slots = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, np.int64)])
+        return slots.reshape(len(self.tables.blocks), -1), block_copies
+
+    def _make_room(
+        self, seq_ids: Sequence[Hashable], rows: np.ndarray, counts: list[int], lookahead: int
+    ) -> Copies:
+        """Gets the rows blocks of their own for `counts` and `lookahead` more tokens, or raises and does
+        nothing.
+
+        Returns the (source, destination) copies to make.
+        """
+        tables, pool, size = self.tables, self.pool, self.tables.block_size
+        growing, writing, needed = [], [], 0
+        seq_lens, num_blocks = tables.seq_len[rows].tolist(), tables.num_blocks[rows].tolist()
+        for seq_id, row, seq_len, held, count in zip(
+            seq_ids, rows.tolist(), seq_lens, num_blocks, counts, strict=True
+        ):
+            more = -(-(seq_len + count + lookahead) // size) - held
+            if more > 0:
+                growing.append((seq_id, row, more))
+                needed += more * len(self.tables.blocks)
+            if count and seq_len % size:
+                writing.append(row)
+        copies, overwritten = self.plan_copies(writing) if writing else ([], [])
+        needed += len(copies)
+        if needed > pool.num_available:
+            raise OutOfBlocksError(needed, pool.num_available)
+        if needed + len(overwritten) <= pool.num_available:  # rather copy than lose what the cache finds
+            copies, overwritten = copies + overwritten, []
+
+        for seq_id, row, more in growing:
+            self._grow(seq_id, row, more)
+        for group, row, place in overwritten:
+            block = int(tables.blocks[group, row, place])
+            self.prefix.forget([block])
+            pool.uncache(block)
+        return self._copy(copies)
+
+    def _grow(self, seq_id: Hashable, row: int, count: int) -> None:
+        """`count` more blocks in every group."""
+        tables = self.tables
+        start = int(tables.num_blocks[row])
+        tables.reserve_width(start + count)
+        for group in range(len(self.tables.blocks)):
+            last = int(tables.blocks[group, row, start - 1]) if start > tables.first_block[group, row] else -1
+            taken = self.pool.take(count, last)
+            tables.blocks[group, row, start : start + count] = taken
+            self.recorder.held(seq_id, group, start, taken)
+        tables.num_blocks[row] = start + count
+
+    def plan_copies(self, rows: list[int]) -> tuple[Places, Places]:
+        """What must happen before the rows write into their partial last blocks: (group, row, place in the
+        table).
+
+        First the blocks to copy because others hold them, then those that only the prefix cache still finds:
+            these may
+        be copied, or else overwritten and forgotten.
+        """
+        ref_count, is_cached = self.pool.ref_count, self.pool.is_cached
+        places = (self.tables.seq_len[rows] // self.tables.block_size).tolist()
+        shared, cached = [], []
+        for group, blocks in enumerate(self.tables.blocks):
+            left: dict[int, int] = {}
+            for row, place, block in zip(rows, places, blocks[rows, places].tolist(), strict=True):
+                holders = left.get(block, ref_count[block])
+                if holders > 1:  # every holder but the last moves to a copy; the last one writes in place
+                    left[block] = holders - 1
+                    shared.append((group, row, place))
+                elif is_cached[block]:
+                    cached.append((group, row, place))
+        return shared, cached
+
+    def _copy(self, places: Places) -> Copies:
+        """Gives each (group, row, place) a block of its own for the content it shares now."""
+        tables = self.tables
+        pairs = []
+        for group, row, place in places:
+            source = int(tables.blocks[group, row, place])
+            after = (
+                int(tables.blocks[group, row, place - 1]) if place > tables.first_block[group, row] else -1
+            )
+            destination = self.pool.take(1, after)[0]
+            tables.blocks[group, row, place] = destination
+            if self.prefix is not None:
+                self.prefix.tokens[destination] = self.prefix.tokens[source]
+            pairs.append((source, destination))
+            if self.recorder.subscribers:
+                seq_id = next(seq_id for seq_id, other in tables.row_of.items() if other == row)
+                self.recorder.emit(Copied(seq_id, group, place, source, destination))
+        for source, _ in pairs:  # only now: no destination may be a source of the same step
+            self.pool.drop(np.array([source]))
+        self.recorder.counters.copied += len(pairs)
+        return pairs
+
+    def check(self) -> None:
+        """Verifies what `room` promises, see tables.py."""
+        for row in self.tables.row_of.values():
+            if self.tables.room[row]:
+                self._check_room(row)
+
+    def _check_room(self, row: int) -> None:
+        tables = self.tables
+        place, offset = divmod(int(tables.seq_len[row]), tables.block_size)
+        expect(offset + tables.room[row] == self.tables.block_size, "room is what is left of a block")
+        for group, blocks in enumerate(tables.blocks):
+            block = int(blocks[row, place])
+            expect(
+                tables.next_slot[group, row] == block * self.tables.block_size + offset,
+                "next_slot is the next one",
+            )
+            expect(self.pool.ref_count[block] == 1, "a block with room has one holder")
+            expect(not self.pool.is_cached[block], "a block with room is not cached")
