@@ -39,13 +39,20 @@ Rows rows_of(const CacheView& view, const Run& run) {
           view.stride_slot * size, view.stride_head * size};
 }
 
-// Calls body(from, to, token in run, head) for each row of a run.
+// Calls body(from, to, token in run, head) for each row of a run; the inner loop takes the steps that are short.
 template <typename From, typename To, typename Body>
 void for_each_row(const Rows& from, const Rows& to, int64_t count, int64_t num_heads, const Body& body) {
-  for (int64_t head = 0; head < num_heads; ++head) {
+  auto row = [&](int64_t i, int64_t head) {
+    body(reinterpret_cast<const From*>(from.data + i * from.stride_token + head * from.stride_head),
+         reinterpret_cast<To*>(to.data + i * to.stride_token + head * to.stride_head), i, head);
+  };
+  if (from.stride_head + to.stride_head < from.stride_token + to.stride_token) {
     for (int64_t i = 0; i < count; ++i) {
-      body(reinterpret_cast<const From*>(from.data + i * from.stride_token + head * from.stride_head),
-           reinterpret_cast<To*>(to.data + i * to.stride_token + head * to.stride_head), i, head);
+      for (int64_t head = 0; head < num_heads; ++head) row(i, head);
+    }
+  } else {
+    for (int64_t head = 0; head < num_heads; ++head) {
+      for (int64_t i = 0; i < count; ++i) row(i, head);
     }
   }
 }

@@ -34,6 +34,7 @@ typedef float Vec __attribute__((vector_size(4 * kWidth), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(4 * kWidth), may_alias));
 typedef uint32_t UintVec __attribute__((vector_size(4 * kWidth), may_alias));
 typedef uint16_t Uint16Vec __attribute__((vector_size(2 * kWidth), may_alias));
+typedef int16_t Int16Vec __attribute__((vector_size(2 * kWidth), may_alias));
 typedef uint8_t Uint8Vec __attribute__((vector_size(kWidth), may_alias));
 typedef int8_t Int8Vec __attribute__((vector_size(kWidth), may_alias));
 
@@ -192,6 +193,15 @@ PAGED_KV_INLINE UintVec narrow(Vec v) {
   return result | sign;
 }
 
+// The low byte of each lane.
+PAGED_KV_INLINE Uint8Vec low_bytes(UintVec v) {
+#if PAGED_KV_WIDTH == 16
+  return __builtin_convertvector(v, Uint8Vec);
+#else
+  return __builtin_convertvector(__builtin_convertvector(v, Uint16Vec), Uint8Vec);  // as in load(const int8_t*)
+#endif
+}
+
 // v within [-largest, largest], NaN kept.
 PAGED_KV_INLINE Vec clamp(Vec v, float largest) { return max(splat(-largest), min(splat(largest), v)); }
 
@@ -248,7 +258,9 @@ PAGED_KV_INLINE Vec load(const Float8E4M3* p, int count = kWidth) {
 }
 
 PAGED_KV_INLINE Vec load(const int8_t* p, int count = kWidth) {
-  return __builtin_convertvector(__builtin_convertvector(detail::load_bits<Int8Vec>(p, count), IntVec), Vec);
+  // By way of 16 bits, because GCC 12 takes the lanes apart one by one where a conversion skips a width.
+  const auto wide = __builtin_convertvector(detail::load_bits<Int8Vec>(p, count), Int16Vec);
+  return __builtin_convertvector(__builtin_convertvector(wide, IntVec), Vec);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -283,19 +295,19 @@ PAGED_KV_INLINE void store(Float16* p, Vec v, int count = kWidth) {
 
 PAGED_KV_INLINE void store(Float8E4M3* p, Vec v, int count = kWidth) {
   const UintVec raw = detail::narrow<4, 3>(detail::clamp(v, 448.0f));
-  detail::store_bits(p, __builtin_convertvector(raw, Uint8Vec), count);
+  detail::store_bits(p, detail::low_bytes(raw), count);
 }
 
 PAGED_KV_INLINE void store(Float8E5M2* p, Vec v, int count = kWidth) {
   const UintVec raw = detail::narrow<5, 2>(detail::clamp(v, 57344.0f));
-  detail::store_bits(p, __builtin_convertvector(raw, Uint8Vec), count);
+  detail::store_bits(p, detail::low_bytes(raw), count);
 }
 
 PAGED_KV_INLINE void store(int8_t* p, Vec v, int count = kWidth) {
   constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction
   const Vec rounded = (detail::clamp(v, 127.0f) + kToInteger) - kToInteger;
   const IntVec integer = __builtin_convertvector(v == v ? rounded : splat(0.0f), IntVec);
-  detail::store_bits(p, __builtin_convertvector(integer, Int8Vec), count);
+  detail::store_bits(p, detail::low_bytes(reinterpret_cast<UintVec>(integer)), count);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
