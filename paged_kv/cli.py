@@ -23,6 +23,9 @@ from .build_info import build_info
 from .engine import LLM, RequestOutput, SamplingParams
 from .engine.loading import default_model
 from .errors import UnsupportedModelError
+from .replay.command import add_arguments as add_replay_arguments
+from .replay.command import replay_command
+from .replay.traces import TraceError
 
 __all__ = ["main"]
 
@@ -96,12 +99,27 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="most prompts computed at once (default: 64)",
     )
+
+    replay = commands.add_parser(
+        "replay",
+        help="serve a trace of requests with the block manager and tell waste, sharing and hit rate",
+        description="Replays a trace through the block manager. No model is computed and no tensor is touched.",
+    )
+    replay.set_defaults(run=_replay)
+    add_replay_arguments(replay)
     return parser.parse_args(argv)
 
 
 def _info(args: argparse.Namespace) -> int:
     print(build_info())
     return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    try:
+        return replay_command(args)
+    except (TraceError, ImportError) as error:
+        raise InputError(str(error)) from None
 
 
 def _generate(args: argparse.Namespace) -> int:
