@@ -72,7 +72,8 @@ class Growth:
             tables.reserve_width(max(num_blocks) + 1)
             for seq_id, row, place in zip(seq_ids, rows.tolist(), num_blocks, strict=True):
                 for group, blocks in enumerate(tables.blocks):
-                    blocks[row, place] = block = pool.take_one(int(blocks[row, place - 1]))
+                    after = int(blocks[row, place - 1]) if place else -1
+                    blocks[row, place] = block = pool.take_one(after)
                     tables.next_slot[group, row] = block * size
                     self.recorder.held(seq_id, group, place, [block])
             tables.num_blocks[rows] += 1
