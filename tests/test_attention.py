@@ -116,13 +116,13 @@ def test_a_row_that_sees_no_key_gives_zero_and_minus_inf(dtype: torch.dtype, bac
 
 
 def test_blocks_before_the_window_are_never_read(backend) -> None:
-    """Their content may be anything, as after the block manager has given them to another sequence."""
+    """Neither they nor their table entries: the block manager has given them away."""
     case = Case(seqs=((1, 200), (5, 100)), window=20, block_size=8)
     inputs = make_inputs(case, backend.device)
     out, lse = backend.ops.paged_attention(**inputs.args)
     tables = inputs.args["block_tables"]
-    tables[0, : (200 - 20) // 8] = tables[1, 0]
-    tables[1, : (100 - 5 - 20) // 8] = tables[1, 0]
+    tables[0, : (200 - 20) // 8] = 2**31 - 1
+    tables[1, : (100 - 5 - 20 + 1) // 8] = -1
     assert_same_bits(backend.ops.paged_attention(**inputs.args)[0], out, "out")
     assert_same_bits(backend.ops.paged_attention(**inputs.args)[1], lse, "lse")
 

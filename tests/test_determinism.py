@@ -120,7 +120,7 @@ torch.set_num_threads(1)
 import paged_kv
 from cases import Case, make_inputs
 
-args = make_inputs(Case(seqs=((1, 40000),), heads=(1, 1), block_size=128)).args
+args = make_inputs(Case(seqs=((1, 50000),), heads=(1, 1), block_size=128)).args
 one_out, one_lse = paged_kv.ops.paged_attention(**args)
 before = len(os.listdir("/proc/self/task"))
 torch.set_num_threads(5)
