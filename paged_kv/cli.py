@@ -153,9 +153,9 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts:
         prompts, source = args.prompts, "the arguments"
     elif args.file and args.file != "-":
-        prompts, source = _read_lines(args.file), args.file
+        prompts, source = _read_lines(Path(args.file)), args.file
     elif args.file or not sys.stdin.isatty():
-        prompts, source = [line for line in sys.stdin.read().splitlines() if line.strip()], "stdin"
+        prompts, source = _read_lines(None), "stdin"
     else:
         raise InputError("no prompt: give one as an argument, in a --file, or on stdin")
     if not prompts:
@@ -163,16 +163,20 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     for number, prompt in enumerate(prompts, 1):
         if not prompt.strip():
             raise InputError(f"prompt {number} is empty")
+        if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise InputError(f"prompt {number} is not UTF-8 text")  # Python hands such bytes on as surrogates
     return prompts
 
 
-def _read_lines(path: str) -> list[str]:
+def _read_lines(path: Path | None) -> list[str]:
+    name = path or "stdin"
     try:
-        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = path.read_text(encoding="utf-8") if path else sys.stdin.read()
     except UnicodeDecodeError:
-        raise InputError(f"cannot read {path}: it is not UTF-8 text") from None
+        raise InputError(f"cannot read {name}: it is not UTF-8 text") from None
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
+        raise InputError(f"cannot read {name}: {error.strerror}") from None
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:

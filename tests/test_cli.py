@@ -190,6 +190,8 @@ def test_no_prompt_on_stdin_or_in_a_file_is_told(folder, tmp_path, capsys, monke
     (tmp_path / "latin1").write_bytes(b"caf\xe9")
     assert run(folder, "--file", str(tmp_path / "latin1")) == 2
     assert "is not UTF-8 text" in capsys.readouterr().err
+    assert run(folder, "caf\udce9") == 2  # how Python hands on such a byte from the command line
+    assert capsys.readouterr().err == "paged-kv: prompt 1 is not UTF-8 text\n"
 
 
 def test_a_prompt_that_is_too_long_does_not_keep_others_from_their_answers(folder, capsys):

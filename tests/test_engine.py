@@ -266,6 +266,10 @@ def test_settings_and_arguments_are_checked_by_name(model, prompts):
         new_llm(model).generate(prompts, [GREEDY])
     with pytest.raises(ValueError, match="prompt: expected token ids"):
         new_llm(model).generate("text")
+    with pytest.raises(TypeError, match="prompts: expected texts or lists of token ids, got 5"):
+        new_llm(model).generate([5, 6])
+    with pytest.raises(TypeError, match="integer"):
+        new_llm(model).generate([[1, 2.5]])
 
 
 def test_the_pool_may_be_sized_in_bytes(model):

@@ -1,5 +1,7 @@
 """Tiny randomly initialised models of many architectures, and what their own `generate` answers."""
 
+import copy
+
 import tokenizers
 import torch
 import transformers as hf
@@ -54,6 +56,32 @@ MODELS = {
         },
     ),
     "gemma3": (hf.Gemma3TextConfig, {"head_dim": 256, "sliding_window": WINDOW, "layer_types": MIXED}),
+    "gemma3n": (  # its last two layers attend to the keys and values of earlier ones
+        hf.Gemma3nTextConfig,
+        {
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "layer_types": [*MIXED, "full_attention", "sliding_attention"],
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "vocab_size_per_layer_input": 128,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.0] * 5,
+        },
+    ),
+    "gemma4": (  # heads of several sizes
+        hf.Gemma4TextConfig,
+        {
+            "layer_types": MIXED,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": WINDOW,
+            "vocab_size_per_layer_input": 128,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+        },
+    ),
     "phi3": (hf.Phi3Config, {}),
     "gpt-neox": (hf.GPTNeoXConfig, {}),
     "opt": (hf.OPTConfig, {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.3}),
@@ -72,7 +100,7 @@ MODELS = {
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, **overrides) -> hf.PreTrainedModel:
-    config_class, settings = MODELS[name]
+    config_class, settings = copy.deepcopy(MODELS[name])  # some configs write to the lists they are given
     settings = settings if "n_embd" in settings else {**SIZE, **settings}
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(config_class(**{**settings, **overrides}), dtype=dtype).eval()

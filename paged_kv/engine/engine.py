@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import count
+from operator import index
 
 from ..cache import PagedKVCache
 from ..integrations.transformers import PagedModel
@@ -73,10 +74,13 @@ class Engine:
 
     def add_request(self, prompt_ids: Sequence[int], params: SamplingParams = SamplingParams()) -> Request:  # noqa: B008
         """Queues a prompt. One that can never run comes back REFUSED, with the reason in `error`."""
+        prompt_ids = [
+            index(token) for token in prompt_ids
+        ]  # whatever stands for an integer, and nothing else
         stop = params.stop_token_ids if params.ignore_eos else self.eos_token_ids.union(params.stop_token_ids)
         max_len = min(len(prompt_ids) + params.max_tokens, self.max_model_len)
-        request = Request(next(self._ids), list(prompt_ids), params, stop, max_len)
-        request.error = self._why_never(request.prompt_ids)
+        request = Request(next(self._ids), prompt_ids, params, stop, max_len)
+        request.error = self._why_never(prompt_ids)
         if request.error:
             request.finish_reason = FinishReason.REFUSED
         else:

@@ -152,6 +152,9 @@ class LLM:
             raise ValueError(
                 f"params: expected one or {len(prompts)}, one for each prompt, got {len(params)}"
             )
+        for prompt in prompts:
+            if not isinstance(prompt, (str, Sequence)):
+                raise TypeError(f"prompts: expected texts or lists of token ids, got {prompt!r} among them")
         ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         return self._stream(ids, params)
 

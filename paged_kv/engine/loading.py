@@ -47,6 +47,8 @@ def load(path: str | Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, 
             f"no model at {path}: expected a folder with a config.json, or a file that ends in .gguf"
         )
     transformers = optional_import("transformers", "transformers")
+    # float32 for GGUF: on an AVX2 machine bfloat16 computes one token in half the time, but 128 tokens in four
+    # times as much, and from 8 sequences on it loses in decoding too.
     if path.is_file():
         optional_import("gguf", "transformers")
         folder, where = path.parent, {"gguf_file": path.name}
