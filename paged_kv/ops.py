@@ -96,9 +96,9 @@ def reshape_and_cache_dynamic(
 ) -> None:
     """`reshape_and_cache` into a quantised cache without calibration: each token and head gets its own scale.
 
-    The scale is the vector's largest magnitude over the dtype's largest finite value, and 1 for a zero
-    vector. It is written to its slot in `k_scale` and `v_scale`, for `paged_attention` and `gather_kv` to
-    read.
+    The scale is the vector's largest finite magnitude over the dtype's largest finite value, and 1 for a
+    vector with none but zero. It is written to its slot in `k_scale` and `v_scale`, for `paged_attention`
+    and `gather_kv` to read.
 
     Args:
         key: float32, float16 or bfloat16 ``[T or more, Hkv, D]``, last dimension contiguous.
