@@ -11,6 +11,7 @@ PagedKVError
     ├── SwappedSequenceError    seq_id: on the host; swap it in first
     ├── ResidentSequenceError   seq_id: on the device already
     ├── RollbackError           seq_id, seq_len, lowest, highest: a length that can't be reached
+    ├── TransferMismatchError   name, expected, found: a file that was made for another cache
     ├── SharedBlockError        seq_id, block: a write here needs a copy that this call can't report
     └── UnsupportedModelError   a model means something that the ops can't do; the sentence says what
 
@@ -107,6 +108,16 @@ class RollbackError(UsageError, ValueError):
         self.seq_len = seq_len
         self.lowest = lowest
         self.highest = highest
+
+
+class TransferMismatchError(UsageError, ValueError):
+    """A file was exported from a cache that differs in `name`."""
+
+    def __init__(self, name: str, expected: object, found: object) -> None:
+        super().__init__(f"{name}: expected {expected}, the file has {found}")
+        self.name = name
+        self.expected = expected
+        self.found = found
 
 
 class SharedBlockError(UsageError):

@@ -10,6 +10,8 @@ pins.py       prefixes kept from eviction
 swap.py       sequences on the host
 events.py     what happened;  stats.py  how much of it
 manager.py    the calls
+
+handover.py   a sequence or a prefix cache, taken from one manager into another;  prometheus.py  figures for Prometheus
 """
 
 from .admission import Admission, AdmissionStatus
@@ -17,6 +19,7 @@ from .chain import ContentKey
 from .events import Event
 from .manager import PagedKVCacheManager, Step
 from .pins import Pin
+from .prometheus import PrometheusCollector
 from .stats import Stats
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "Event",
     "PagedKVCacheManager",
     "Pin",
+    "PrometheusCollector",
     "Stats",
     "Step",
 ]

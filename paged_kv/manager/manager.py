@@ -487,6 +487,10 @@ class PagedKVCacheManager:
         return np.concatenate(parts or [np.zeros(0, np.int64)])
 
     @property
+    def has_prefix_cache(self) -> bool:
+        return self._prefix is not None
+
+    @property
     def num_available_blocks(self) -> int:
         """Blocks that could be handed out now: free ones and evictable ones."""
         return self._pool.num_available

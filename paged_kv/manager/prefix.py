@@ -61,13 +61,12 @@ class PrefixCache:
         self.recorder = recorder
         self.blocks: list[dict[bytes, int]] = [{} for _ in windows]
         self.digest_of: list[bytes | None] = [None] * pool.num_blocks
+        self.parent_of: list[bytes | None] = [None] * pool.num_blocks  # the digest, or root, before digest_of
         self.group_of = bytearray(pool.num_blocks)
         self.tokens = np.zeros((pool.num_blocks, block_size), np.int32)
         self.token_at = self.tokens.reshape(-1)  # the same, by slot
-        # For partial hits: parent digest -> digests that continue it (a dict for its order), and the way
-        # back.
+        # For partial hits: parent digest -> digests that continue it, in the order in which they came.
         self.continuations: dict[bytes, dict[bytes, None]] | None = {} if partial_hits else None
-        self.parent_of: dict[bytes, bytes] = {}
         pool.on_evict = self.forget
 
     # Finding
@@ -169,7 +168,8 @@ class PrefixCache:
 
         Returns (place, block) of those whose content the cache holds already in another block.
         """
-        cached, digest_of, is_cached = self.blocks[group], self.digest_of, self.pool.is_cached
+        cached, is_cached = self.blocks[group], self.pool.is_cached
+        digest_of, parent_of = self.digest_of, self.parent_of
         twins, fresh = [], []
         for place, block in enumerate(blocks, start):
             digest = chain.digests[place]
@@ -178,6 +178,7 @@ class PrefixCache:
                 twins.append((place, known))
             elif not is_cached[block]:
                 digest_of[block] = digest
+                parent_of[block] = chain.parent(place)
                 is_cached[block] = 1
                 self.group_of[block] = group
                 fresh.append(place)
@@ -199,10 +200,10 @@ class PrefixCache:
             self.digest_of[block] = None
             del self.blocks[self.group_of[block]][digest]
         self.recorder.counters.evicted += len(blocks)
-        if self.parent_of:
-            for digest in digests:
+        if self.continuations is not None:
+            for block, digest in zip(blocks, digests, strict=True):
                 if not any(digest in cached for cached in self.blocks):
-                    self._forget_continuation(digest)
+                    self._forget_continuation(self.parent_of[block], digest)
         if self.recorder.subscribers:
             for block, digest in zip(blocks, digests, strict=True):
                 self.recorder.emit(Evicted(self.group_of[block], block, digest))
@@ -210,15 +211,12 @@ class PrefixCache:
     def _note_continuation(self, chain: TokenChain, place: int) -> None:
         if not (chain.keys and chain.keys_within(place)):
             self.continuations.setdefault(chain.parent(place), {})[chain.digests[place]] = None
-            self.parent_of[chain.digests[place]] = chain.parent(place)
 
-    def _forget_continuation(self, digest: bytes) -> None:
-        parent = self.parent_of.pop(digest, None)
-        if parent is not None:
-            siblings = self.continuations[parent]
-            del siblings[digest]
-            if not siblings:
-                del self.continuations[parent]
+    def _forget_continuation(self, parent: bytes, digest: bytes) -> None:
+        siblings = self.continuations.get(parent, {})
+        siblings.pop(digest, None)  # it isn't there if keys lie within the block
+        if not siblings:
+            self.continuations.pop(parent, None)
 
     # Proof
 
@@ -231,9 +229,14 @@ class PrefixCache:
         named = [block for block, digest in enumerate(self.digest_of) if digest is not None]
         expect(named == np.flatnonzero(self.pool.cached).tolist(), "is_cached marks the blocks with a digest")
         expect(len(named) == sum(map(len, self.blocks)), "a block with a digest is found under it")
-        kept = [digest for siblings in (self.continuations or {}).values() for digest in siblings]
-        expect(sorted(kept) == sorted(self.parent_of), "a continuation knows its parent")
-        expect(all(any(d in cached for cached in self.blocks) for d in kept), "continuations are cached")
+        for parent, siblings in (self.continuations or {}).items():
+            for digest in siblings:
+                blocks = [cached[digest] for cached in self.blocks if digest in cached]
+                expect(blocks, "a continuation is cached")
+                expect(
+                    {self.parent_of[block] for block in blocks} == {parent},
+                    "a continuation's parent is its own",
+                )
 
     def check_sequence(self, tables: SequenceTables, row: int) -> None:
         """Verifies that the row's named blocks are found under its chain's digests; hashes these again."""

@@ -1,0 +1,232 @@
+"""Export and import: a file holds a sequence or a prefix cache, and a cache that differs refuses it by name."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from paged_kv import PagedKVCache, ops
+from paged_kv.errors import DuplicateSequenceError, OutOfBlocksError, TransferMismatchError
+from paged_kv.manager import ContentKey, PagedKVCacheManager
+from paged_kv.transfer import (
+    export_prefix_cache,
+    export_sequence,
+    import_prefix_cache,
+    import_sequence,
+)
+
+TOKENS = list(range(40, 54))
+
+
+def pair(num_blocks=16, dtype=torch.float32, identity="model a", **options):
+    manager = PagedKVCacheManager(num_blocks, 4, identity=identity, **options)
+    return manager, PagedKVCache(2, 2, 8, dtype, 4, num_blocks=num_blocks)
+
+
+def serve(manager, cache, seq_id, tokens, keys=()):
+    """Admits, appends, writes random keys and values, commits."""
+    cached = manager.admit(seq_id, tokens, keys=keys).num_cached_tokens
+    step = manager.append([seq_id], [tokens[cached:]])
+    for slots in step.slot_mappings:
+        for layer in range(2):
+            key = torch.randn(len(slots), 2, 8)
+            key, value = (
+                (key, -key) if cache.scales == "token" else (key.to(cache.dtype), -key.to(cache.dtype))
+            )
+            cache.write(layer, key, value, torch.from_numpy(slots))
+    manager.commit([seq_id])
+
+
+def content(manager, cache, seq_id, group=0, start=0):
+    table = torch.from_numpy(manager.block_tables([seq_id], group))
+    seq_lens = torch.from_numpy(manager.seq_lens([seq_id]))
+    gathered = [
+        ops.gather_kv(layer.key, layer.value, table, seq_lens, k_scale=layer.k_scale, v_scale=layer.v_scale)
+        for layer in cache
+    ]
+    return torch.stack([torch.stack(kv) for kv in gathered])[:, :, start:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_a_sequence_comes_back_as_it_was(tmp_path, dtype):
+    manager, cache = pair(dtype=dtype)
+    serve(manager, cache, "a", TOKENS)
+    export_sequence(tmp_path / "a.safetensors", manager, cache, "a")
+    other, other_cache = pair(dtype=dtype, num_blocks=9)
+    import_sequence(tmp_path / "a.safetensors", other, other_cache, "b")
+    other.check()
+    assert torch.equal(content(other, other_cache, "b"), content(manager, cache, "a"))
+    assert other.admit("c", TOKENS).num_cached_tokens == 12  # it is published
+    other.append(["b"], [[1, 2, 3]])
+    other.commit(["b"])
+    other.check()
+
+
+def test_what_is_cached_already_is_held_again(tmp_path):
+    manager, cache = pair()
+    serve(manager, cache, "a", TOKENS)
+    export_sequence(tmp_path / "a", manager, cache, "a")
+    import_sequence(tmp_path / "a", manager, cache, "b")
+    assert manager.stats().num_used_blocks == 5  # 3 shared ones and the partial last block twice
+    assert torch.equal(content(manager, cache, "b"), content(manager, cache, "a"))
+    manager.check()
+
+
+def test_only_the_computed_part_and_the_held_window_are_exported(tmp_path):
+    manager, cache = pair(windows=(None, 5))
+    serve(manager, cache, "a", TOKENS)
+    manager.append(["a"], [[1, 2, 3, 4]])
+    export_sequence(tmp_path / "a", manager, cache, "a")
+    other, other_cache = pair(windows=(None, 5))
+    import_sequence(tmp_path / "a", other, other_cache, "b")
+    other.check()
+    assert other.seq_len("b") == 14
+    manager.rollback(["a"], [14])
+    for group, start in ((0, 0), (1, 10)):
+        assert torch.equal(
+            content(other, other_cache, "b", group, start), content(manager, cache, "a", group, start)
+        )
+
+
+def test_tokens_without_ids_travel_and_stay_unpublished(tmp_path):
+    manager, cache = pair()
+    manager.admit("a", 9)
+    manager.append(["a"], [9])
+    manager.commit(["a"])
+    export_sequence(tmp_path / "a", manager, cache, "a")
+    other, other_cache = pair()
+    import_sequence(tmp_path / "a", other, other_cache, "a")
+    other.append(["a"], [[1, 2, 3]])
+    other.commit(["a"])
+    assert (other.seq_len("a"), other.stats().counters.stored) == (12, 0)
+    other.check()
+
+
+def test_keys_travel_with_the_sequence(tmp_path):
+    keys = [ContentKey("salt", "s"), ContentKey("media", b"\xff", 2, 7), ContentKey("media", "text", 8, 9)]
+    manager, cache = pair()
+    serve(manager, cache, "a", TOKENS, keys)
+    export_sequence(tmp_path / "a", manager, cache, "a")
+    other, other_cache = pair()
+    import_sequence(tmp_path / "a", other, other_cache, "a")
+    assert other.admit("b", TOKENS, keys=keys).num_cached_tokens == 12
+    assert other.admit("c", TOKENS).num_cached_tokens == 0
+
+
+def test_a_prefix_cache_comes_back_and_hits(tmp_path):
+    manager, cache = pair()
+    serve(manager, cache, "a", TOKENS)
+    serve(manager, cache, "b", TOKENS[:6] + TOKENS)
+    serve(manager, cache, "k", TOKENS, [ContentKey("media", "cat", 5, 6)])
+    manager.free("a")
+    assert (
+        export_prefix_cache(tmp_path / "cache", manager, cache) == 8
+    )  # all but the one that has the cat in it
+    other, other_cache = pair()
+    assert import_prefix_cache(tmp_path / "cache", other, other_cache) == 8
+    other.check()
+    assert other.admit("a", TOKENS).num_cached_tokens == 12
+    manager.admit("a", TOKENS)
+    assert torch.equal(content(other, other_cache, "a"), content(manager, cache, "a"))
+    assert import_prefix_cache(tmp_path / "cache", other, other_cache) == 0  # all there
+
+
+def test_an_import_evicts_nothing_and_leaves_out_the_ends_of_chains(tmp_path):
+    manager, cache = pair()
+    serve(manager, cache, "a", TOKENS)
+    manager.free("a")
+    export_prefix_cache(tmp_path / "cache", manager, cache)
+    other, other_cache = pair(num_blocks=5)
+    serve(other, other_cache, "x", list(range(12)))
+    other.free("x")
+    assert import_prefix_cache(tmp_path / "cache", other, other_cache) == 2
+    assert other.stats().counters.evicted == 0
+    other.check()
+    assert other.admit("a", TOKENS).num_cached_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "other_cache"),
+    [
+        ("identity", {"identity": "model b"}, None),
+        ("block_size", {}, PagedKVCache(2, 2, 8, torch.float32, 4, num_blocks=16)),
+        ("windows", {"windows": (8,)}, None),
+        ("dtype", {}, PagedKVCache(2, 2, 8, torch.bfloat16, 4, num_blocks=16)),
+        ("num_layers", {}, PagedKVCache(3, 2, 8, torch.float32, 4, num_blocks=16)),
+        ("num_kv_heads", {}, PagedKVCache(2, 1, 8, torch.float32, 4, num_blocks=16)),
+        ("head_dim", {}, PagedKVCache(2, 2, 16, torch.float32, 4, num_blocks=16)),
+    ],
+)
+def test_a_mismatch_is_refused_by_name(tmp_path, name, options, other_cache):
+    manager, cache = pair()
+    serve(manager, cache, "a", TOKENS)
+    export_sequence(tmp_path / "a", manager, cache, "a")
+    export_prefix_cache(tmp_path / "cache", manager, cache)
+    other, same_cache = pair(**options)
+    if name == "block_size":
+        other = PagedKVCacheManager(16, 8, identity="model a")
+    for call in (
+        lambda: import_sequence(tmp_path / "a", other, other_cache or same_cache, "a"),
+        lambda: import_prefix_cache(tmp_path / "cache", other, other_cache or same_cache),
+    ):
+        with pytest.raises(TransferMismatchError, match=name) as error:
+            call()
+        assert error.value.name == name
+    assert other.stats().num_free_blocks == 16
+
+
+def test_static_scales_must_be_the_same(tmp_path):
+    def scaled(value):
+        cache = PagedKVCache(2, 2, 8, torch.int8, 4, num_blocks=16, scales="head")
+        for layer in cache:
+            layer.k_scale.fill_(value)
+            layer.v_scale.fill_(value)
+        return cache
+
+    manager, _ = pair()
+    serve(manager, PagedKVCache(2, 2, 8, torch.int8, 4, num_blocks=16), "a", TOKENS)
+    export_sequence(tmp_path / "a", manager, scaled(0.5), "a")
+    with pytest.raises(TransferMismatchError, match=r"layers\.0\.k_scale"):
+        import_sequence(tmp_path / "a", pair()[0], scaled(0.25), "a")
+    import_sequence(tmp_path / "a", pair()[0], scaled(0.5), "a")
+
+
+def test_tokens_that_are_not_those_of_the_digests_are_refused(tmp_path):
+    manager, cache = pair()
+    serve(manager, cache, "a", TOKENS)
+    export_sequence(tmp_path / "a", manager, cache, "a")
+    export_prefix_cache(tmp_path / "cache", manager, cache)
+    for path in (tmp_path / "a", tmp_path / "cache"):
+        tensors = load_file(path)
+        tensors["tokens"].view(-1)[2] += 1
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        save_file(tensors, path, metadata)
+    other, other_cache = pair()
+    with pytest.raises(TransferMismatchError, match="digests"):
+        import_sequence(tmp_path / "a", other, other_cache, "a")
+    with pytest.raises(TransferMismatchError, match="digests"):
+        import_prefix_cache(tmp_path / "cache", other, other_cache)
+    assert other.stats().num_free_blocks == 16
+
+
+def test_an_import_that_cannot_be_changes_nothing(tmp_path):
+    manager, cache = pair()
+    serve(manager, cache, "a", TOKENS)
+    export_sequence(tmp_path / "a", manager, cache, "a")
+    with pytest.raises(DuplicateSequenceError):
+        import_sequence(tmp_path / "a", manager, cache, "a")
+    other, other_cache = pair(num_blocks=3)
+    with pytest.raises(OutOfBlocksError) as error:
+        import_sequence(tmp_path / "a", other, other_cache, "a")
+    assert (error.value.needed, error.value.free) == (4, 3)
+    with pytest.raises(ValueError, match="expected a prefix cache exported by paged_kv"):
+        import_prefix_cache(tmp_path / "a", other, other_cache)
+    with pytest.raises(ValueError, match="prefix_cache=True"):
+        import_prefix_cache(tmp_path / "a", PagedKVCacheManager(4, 4, prefix_cache=False), other_cache)
+    save_file({"x": torch.zeros(1)}, tmp_path / "foreign", {"paged_kv": json.dumps({"kind": "other"})})
+    with pytest.raises(ValueError, match="expected a sequence exported by paged_kv"):
+        import_sequence(tmp_path / "foreign", other, other_cache, "a")
+    assert other.stats().num_free_blocks == 3
