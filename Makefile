@@ -1,6 +1,7 @@
 # Each target sets up what it needs in $(VENV), once; only what has changed is done again.
 #   make demo    answers a few prompts with a real model        make lint    checks layout and house rules
 #   make test    builds and runs the tests                      make bench   runs the benchmarks beside vLLM's CPU attention
+#   make fuzz    walks over the block manager's calls for long
 #
 # Where pip's torch is the CUDA one and a smaller download will do:
 #   make TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu" ...
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: demo test lint bench build clean
+.PHONY: demo test fuzz lint bench build clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -31,6 +32,10 @@ demo: $(VENV)/built
 # Threads wait asleep: spinning, those of one process would hold up the others that share its cores.
 test: $(VENV)/built-for-tests
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Some 250,000 calls, each compared with the slow model; about ten minutes.
+fuzz: $(VENV)/built
+	PAGED_KV_FUZZ_WALKS=6000 $(BIN)/python -m pytest tests/test_manager_model.py
 
 # make bench PEER= leaves the peer out.
 bench: $(VENV)/built $(PEER:%=%/installed)

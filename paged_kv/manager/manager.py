@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,10 +30,10 @@ from .growth import Growth
 from .pins import Pin, Pins
 from .pool import BlockPool
 from .prefix import Match, PrefixCache
-from .stats import Stats, count_empty_slots
+from .stats import Stats, collect
 from .swap import Swapper
 from .tables import UNLIMITED, SequenceTables
-from .tokens import Tokens, num_tokens_of, parse_batch
+from .tokens import Tokens, num_tokens_of, parse_batch, parse_lengths
 
 
 class Step(NamedTuple):
@@ -287,7 +286,7 @@ class PagedKVCacheManager:
         rows = tables.rows(seq_ids)
         lengths = tables.seq_len[rows]
         if seq_lens is not None:
-            most, lengths = lengths, _lengths("seq_lens", seq_lens, len(rows))
+            most, lengths = lengths, parse_lengths("seq_lens", seq_lens, len(rows))
             for i in ((lengths > most) | (lengths < tables.computed_len[rows])).nonzero()[0].tolist():
                 raise ValueError(
                     f"seq_lens of sequence {seq_ids[i]!r} must be between {tables.computed_len[rows[i]]} and"
@@ -317,7 +316,7 @@ class PagedKVCacheManager:
         """
         tables, size = self._tables, self.block_size
         rows = tables.rows(seq_ids)
-        lengths = _lengths("seq_lens", seq_lens, len(rows))
+        lengths = parse_lengths("seq_lens", seq_lens, len(rows))
         highest = tables.seq_len[rows]
         lowest = np.zeros_like(highest)
         for window, first in zip(self.windows, tables.first_block[:, rows], strict=True):
@@ -508,24 +507,7 @@ class PagedKVCacheManager:
 
     def stats(self) -> Stats:
         """What the blocks are used for now, and totals. Costs O(sequences)."""
-        pool = self._pool
-        used_slots = pool.num_in_use * self.block_size
-        return Stats(
-            num_blocks=self.num_blocks,
-            num_free_blocks=pool.num_free,
-            num_evictable_blocks=pool.num_evictable,
-            num_used_blocks=pool.num_in_use,
-            num_shared_blocks=pool.num_shared,
-            num_saved_blocks=pool.num_holdings - pool.num_in_use,
-            num_pinned_blocks=self._pins.num_pinned,
-            num_host_blocks=self._swapper.host.num_blocks,
-            num_used_host_blocks=self._swapper.host.num_in_use,
-            num_sequences=len(self._tables.row_of),
-            num_swapped_sequences=len(self._tables.away),
-            num_used_slots=used_slots,
-            num_held_tokens=used_slots - count_empty_slots(self._tables, pool),
-            counters=replace(self._recorder.counters),
-        )
+        return collect(self._pool, self._tables, self._pins, self._swapper.host, self._recorder.counters)
 
     def check(self) -> None:
         """Verifies every invariant; raises AssertionError naming a broken one. For tests: O(blocks)."""
@@ -606,12 +588,3 @@ class PagedKVCacheManager:
         tables.num_named[row] = num_tokens // self.block_size
         for group, blocks in enumerate(match.blocks):
             self._set(seq_id, group, match.first[group], blocks)
-
-
-def _lengths(name: str, lengths: Sequence[int] | np.ndarray, num_seqs: int) -> np.ndarray:
-    array = np.asarray(lengths)
-    if array.shape != (num_seqs,) or (num_seqs and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"{name} must have one integer for each of the {num_seqs} sequences, not {lengths!r}"
-        )
-    return array.astype(np.int64)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .events import Counters
+from .pins import Pins
 from .pool import BlockPool
 from .tables import SequenceTables
 
@@ -43,7 +44,29 @@ class Stats:
         )
 
 
-def count_empty_slots(tables: SequenceTables, pool: BlockPool) -> int:
+def collect(
+    pool: BlockPool, tables: SequenceTables, pins: Pins, host: BlockPool, counters: Counters
+) -> Stats:
+    used_slots = pool.num_in_use * tables.block_size
+    return Stats(
+        num_blocks=pool.num_blocks,
+        num_free_blocks=pool.num_free,
+        num_evictable_blocks=pool.num_evictable,
+        num_used_blocks=pool.num_in_use,
+        num_shared_blocks=pool.num_shared,
+        num_saved_blocks=pool.num_holdings - pool.num_in_use,
+        num_pinned_blocks=pins.num_pinned,
+        num_host_blocks=host.num_blocks,
+        num_used_host_blocks=host.num_in_use,
+        num_sequences=len(tables.row_of),
+        num_swapped_sequences=len(tables.away),
+        num_used_slots=used_slots,
+        num_held_tokens=used_slots - _count_empty_slots(tables, pool),
+        counters=replace(counters),
+    )
+
+
+def _count_empty_slots(tables: SequenceTables, pool: BlockPool) -> int:
     """Slots of used blocks that hold no token: those after a sequence's last token. Costs O(sequences)."""
     block_size = tables.block_size
     rows = np.fromiter(tables.row_of.values(), np.int64, len(tables.row_of))

@@ -1,4 +1,4 @@
-"""Tokens as callers give them, lists, arrays, tensors or mere counts, made into arrays once at the door."""
+"""What callers give, lists, arrays, tensors or mere counts, is made into arrays once, at the door."""
 
 from __future__ import annotations
 
@@ -54,6 +54,15 @@ def parse_batch(tokens: np.ndarray | Sequence[Tokens], num_seqs: int) -> Batch:
         return Batch(counts, None, unknown)
     parts = [np.zeros(t, np.int32) if m else _ids(t) for t, m in zip(tokens, missing, strict=True)]
     return Batch(counts, parts[0] if len(parts) == 1 else np.concatenate(parts), unknown)
+
+
+def parse_lengths(name: str, lengths: Sequence[int] | np.ndarray, num_seqs: int) -> np.ndarray:
+    array = np.asarray(lengths)
+    if array.shape != (num_seqs,) or (num_seqs and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name} must have one integer for each of the {num_seqs} sequences, not {lengths!r}"
+        )
+    return array.astype(np.int64)
 
 
 def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
