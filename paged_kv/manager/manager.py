@@ -482,8 +482,18 @@ class PagedKVCacheManager:
         """
         tables = self._tables
         rows = tables.rows(seq_ids)
-        parts = [tables.slots(group, row, 0, int(tables.seq_len[row])) for row in rows.tolist()]
-        return np.concatenate(parts or [np.zeros(0, np.int64)])
+        size, seq_lens = self.block_size, tables.seq_len[rows].tolist()
+        blocks = [
+            tables.blocks[group, row, : -(-n // size)] for row, n in zip(rows.tolist(), seq_lens, strict=True)
+        ]
+        slots = tables.slots_of(np.concatenate([np.zeros(0, np.int32), *blocks]))
+        if len(slots) == sum(seq_lens):
+            return slots
+        held, end = np.ones(len(slots), np.bool_), 0
+        for n in seq_lens:
+            end += -(-n // size) * size
+            held[end - -n % size : end] = False
+        return slots[held]
 
     @property
     def has_prefix_cache(self) -> bool:

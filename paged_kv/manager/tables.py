@@ -181,9 +181,14 @@ class SequenceTables:
     def slots(self, group: int, row: int, start: int, stop: int) -> np.ndarray:
         """Slots of the row's positions `start` to `stop` in the group, [stop - start] int64."""
         first = start // self.block_size
-        blocks = self.blocks[group, row, first : self.blocks_for(stop)].astype(np.int64)
-        slots = np.add(blocks[:, None] * self.block_size, self._offsets).reshape(-1)
+        slots = self.slots_of(self.blocks[group, row, first : self.blocks_for(stop)])
         return slots[start - first * self.block_size : stop - first * self.block_size]
+
+    def slots_of(self, blocks: np.ndarray) -> np.ndarray:
+        """All slots of the blocks, [len(blocks) * block_size] int64; in place, as large temporaries cost more."""
+        slots = np.repeat(blocks.astype(np.int64) * self.block_size, self.block_size)
+        slots.reshape(-1, self.block_size)[:] += self._offsets
+        return slots
 
     def reserve_width(self, width: int) -> None:
         """Makes room for tables of `width` blocks, at least doubling, so that growth costs O(1) an entry."""
