@@ -42,8 +42,9 @@ def package_copy(tmp_path: Path) -> Path:
 
 
 def test_all_is_sorted_and_complete():
-    assert list(paged_kv.__all__) == sorted(paged_kv.__all__)
-    for name in paged_kv.__all__:
+    names = paged_kv.__all__
+    assert names == sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    for name in names:
         assert getattr(paged_kv, name) is not None
 
 
