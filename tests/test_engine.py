@@ -185,6 +185,22 @@ def test_closing_a_stream_aborts_what_runs(model, prompts, expected):
     assert tokens(llm.generate(prompts, GREEDY)) == expected
 
 
+def test_two_streams_share_the_engine_and_lose_nothing(model, prompts, expected):
+    llm = new_llm(model)
+    first, second = llm.stream(prompts[:3], GREEDY), llm.stream(prompts[3:], GREEDY)
+    outputs = [next(first), next(second), *first, *second]  # the first one steps for both
+    finished = [output.token_ids for output in outputs if output.finished]
+    assert sorted(finished) == sorted(expected)
+    assert_whole(llm)
+
+
+def test_a_bad_prompt_leaves_no_request_behind(model, prompts):
+    llm = new_llm(model)
+    with pytest.raises(TypeError, match="integer"):
+        llm.generate([prompts[0], [1, 2.5]])
+    assert not llm.engine.has_work
+
+
 def test_aborting_frees_at_once_and_disturbs_nobody(model, prompts, expected):
     llm = new_llm(model, max_num_seqs=3)
     requests = [llm.engine.add_request(prompt, GREEDY) for prompt in prompts]
@@ -268,8 +284,6 @@ def test_settings_and_arguments_are_checked_by_name(model, prompts):
         new_llm(model).generate("text")
     with pytest.raises(TypeError, match="prompts: expected texts or lists of token ids, got 5"):
         new_llm(model).generate([5, 6])
-    with pytest.raises(TypeError, match="integer"):
-        new_llm(model).generate([[1, 2.5]])
 
 
 def test_the_pool_may_be_sized_in_bytes(model):

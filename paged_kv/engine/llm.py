@@ -143,7 +143,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields an output for each new token of each prompt, as they come.
 
-        Closing the iterator aborts what has not finished.
+        Closing the iterator aborts what has not finished. Several streams may run at once: each step computes
+        tokens for all of them, and a stream that is asked later tells several tokens in one output.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if isinstance(params, SamplingParams):
@@ -161,40 +162,47 @@ class LLM:
     def _stream(
         self, prompts: list[Sequence[int]], params: Sequence[SamplingParams]
     ) -> Iterator[RequestOutput]:
-        requests = [self.engine.add_request(ids, p) for ids, p in zip(prompts, params, strict=True)]
-        streams = {
-            id(request): _Stream(index, request, self.tokenizer) for index, request in enumerate(requests)
-        }
+        requests: list[Request] = []
         try:
-            for request in requests:
-                if request.finished:
-                    yield streams[id(request)].output()
-            while not all(request.finished for request in requests):
-                for request in self.engine.step():
-                    if stream := streams.get(id(request)):  # else someone else's, who works with the engine
-                        yield stream.output()
+            for ids, param in zip(prompts, params, strict=True):
+                requests.append(self.engine.add_request(ids, param))
+            told = [_Told(index, request, self.tokenizer) for index, request in enumerate(requests)]
+            while told:
+                # Whoever else works with the engine steps these requests too, so their state tells what is new.
+                yield from [one.output() for one in told if one.has_news]
+                told = [one for one in told if one.has_news or not one.request.finished]
+                if told:
+                    self.engine.step()
         finally:
             for request in requests:
                 self.engine.abort(request)
 
 
-class _Stream:
-    """The text of one request, piece by piece."""
+class _Told:
+    """What of a request has been told, and the text that its tokens make piece by piece."""
 
     def __init__(self, index: int, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.request = request
         self._index = index
-        self._request = request
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._text = ""
+        self._num_tokens = 0
+        self._finished = False
+
+    @property
+    def has_news(self) -> bool:
+        return self.request.num_new_tokens > self._num_tokens or self.request.finished != self._finished
 
     def output(self) -> RequestOutput:
-        """After each new token, and for a refused request."""
-        request, new_text = self._request, ""
-        if self._detokenizer and request.num_new_tokens:
-            new_text = self._detokenizer.push(request.token_ids[-1])
+        request, new_text = self.request, ""
+        if self._detokenizer:
+            for token in request.new_token_ids[self._num_tokens :]:
+                new_text += self._detokenizer.push(token)
             if request.finished:
                 new_text += self._detokenizer.flush()
         self._text += new_text
+        self._num_tokens = request.num_new_tokens
+        self._finished = request.finished
         return RequestOutput(
             index=self._index,
             prompt_ids=request.prompt_ids,
