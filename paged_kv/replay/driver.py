@@ -27,7 +27,7 @@ class Outcome:
     cached_tokens: int = (
         0  # of these, found in the prefix cache; without what a preempted request finds again
     )
-    new_tokens: int = 0  # decoded, one sequence a request
+    new_tokens: int = 0  # of finished requests, one sequence each
     largest_batch: int = 0  # requests running at once
     batch_sum: int = 0  # requests that ran, over all steps
     crowded_steps: int = 0  # steps that left requests waiting
@@ -80,6 +80,7 @@ def replay(
             outcome.crowded_batch_sum += len(running)
         done = [job for job in running if not job.num_left]
         outcome.finished += len(done)
+        outcome.new_tokens += sum(job.request.answer.length for job in done)
         on_step(outcome, running)
         for job in done:
             memory.finish(job)
@@ -100,7 +101,6 @@ def _decode(running: list[Job], waiting: deque[Job], memory: Memory, outcome: Ou
         preempted = True
     for job in running:
         job.generated += 1
-    outcome.new_tokens += len(running)
     return preempted
 
 
