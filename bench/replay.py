@@ -2,7 +2,7 @@
 
     python -m bench.replay [--traces FOLDER]
 
-Block size 16, a pool of 32,768 blocks, as many requests at once as fit; the first 1,000 requests of Mooncake with answers of
+Block size 16, 32,768 blocks, as many requests at once as fit; the first 1,000 requests of Mooncake with answers of
 at most 128 tokens, all of Azure. Samples and beams: 64 requests of 512 prompt and 128 new tokens. The paper is Kwon et
 al. (2023), figure 16: most of its prompts are shorter than their answers, and the prompt is what samples share.
 """

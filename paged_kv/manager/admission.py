@@ -64,6 +64,7 @@ class Admissions:
         self.prefix = prefix
         self.windows = windows
         self.identity = identity
+        self.root = root_digest(identity, tables.block_size, ())  # of sequences without keys
         self.remembered: dict[Hashable, _Remembered] = {}
 
     def most_blocks(
@@ -104,7 +105,8 @@ class Admissions:
         size = self.tables.block_size
         if self.prefix is None:
             return TokenChain(b"", size, b"", ())
-        return TokenChain(root_digest(self.identity, size, keys), size, token_bytes(tokens), keys)
+        root = root_digest(self.identity, size, keys) if keys else self.root
+        return TokenChain(root, size, token_bytes(tokens), keys)
 
     def recall(self, seq_id: Hashable, chain: TokenChain) -> bool:
         """Gives the chain the digests known from an earlier try; tells whether the sequence was preempted."""

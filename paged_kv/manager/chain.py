@@ -72,14 +72,14 @@ class TokenChain:
 
     def extend(self, tokens: bytes, start: int, count: int) -> None:
         """Hashes the next `count` blocks, whose bytes begin at block `start` of `tokens`."""
-        digests = self.digests
+        digests, keys = self.digests, self.keys
         digest = digests[-1] if digests else self.root
         size = self.block_bytes
         for place in range(start * size, (start + count) * size, size):
-            block = tokens[place : place + size]
-            if self.keys:
+            block = digest + tokens[place : place + size]
+            if keys:
                 block += self.keys_within(len(digests))
-            digest = sha256(digest + block).digest()
+            digest = sha256(block).digest()
             digests.append(digest)
 
     def extend_from_prompt(self, count: int) -> None:

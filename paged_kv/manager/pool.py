@@ -109,9 +109,10 @@ class BlockPool:
         if len(ids) < count:
             # Ends of chains come first in the queue, so a chain's ids fall; sorting turns them into runs.
             ids.extend(sorted(self._evict(count - len(ids))))
+        ref_count, generation = self.ref_count, self.generation
         for block in ids:
-            self.ref_count[block] = 1
-            self.generation[block] += 1
+            ref_count[block] = 1
+            generation[block] += 1
         self.num_holdings += count
         return ids
 
@@ -134,6 +135,8 @@ class BlockPool:
 
     def hold(self, ids: np.ndarray) -> None:
         """One more holder for each of the distinct blocks `ids`, in use or evictable."""
+        if not len(ids):
+            return
         refs = self.refs[ids]
         unheld = ids[refs == 0]
         self._places[unheld] = -1
@@ -203,15 +206,16 @@ class BlockPool:
     def _evict(self, count: int) -> list[int]:
         evicted: list[int] = []
         queue, place, is_cached, head = self._queue, self._place, self.is_cached, self._head
-        while len(evicted) < count:
+        self.num_evictable -= count
+        while count:
             block = queue[head]
             if place[block] == head:
                 place[block] = -1
                 is_cached[block] = 0
                 evicted.append(block)
+                count -= 1
             head += 1
         self._head = head
-        self.num_evictable -= count
         self.on_evict(evicted)
         return evicted
 

@@ -154,6 +154,8 @@ class PrefixCache:
 
     def _verified(self, chain: TokenChain, blocks: list[int]) -> int:
         """How many of the blocks, from the first on, hold the prompt's own tokens."""
+        if not blocks:
+            return 0
         wrong = np.flatnonzero(~self._agree(chain, np.array(blocks, np.int64)))
         return int(wrong[0]) if len(wrong) else len(blocks)
 
@@ -168,17 +170,19 @@ class PrefixCache:
 
         Returns (place, block) of those whose content the cache holds already in another block.
         """
-        cached, is_cached = self.blocks[group], self.pool.is_cached
-        digest_of, parent_of = self.digest_of, self.parent_of
+        is_cached, digest_of, parent_of = self.pool.is_cached, self.digest_of, self.parent_of
+        digests = chain.digests[start : start + len(blocks)]
+        parents = [chain.parent(start), *digests]
+        cached = map(self.blocks[group].setdefault, digests, blocks)
         twins, fresh = [], []
-        for place, block in enumerate(blocks, start):
-            digest = chain.digests[place]
-            known = cached.setdefault(digest, block)
+        for place, (block, known, digest, parent) in enumerate(
+            zip(blocks, cached, digests, parents, strict=False), start
+        ):
             if known != block:
                 twins.append((place, known))
             elif not is_cached[block]:
                 digest_of[block] = digest
-                parent_of[block] = chain.parent(place)
+                parent_of[block] = parent
                 is_cached[block] = 1
                 self.group_of[block] = group
                 fresh.append(place)
@@ -195,10 +199,13 @@ class PrefixCache:
 
     def forget(self, blocks: list[int]) -> None:
         """The content of these blocks is no longer found; `is_cached` is the pool's to clear."""
-        digests = [self.digest_of[block] for block in blocks]
-        for block, digest in zip(blocks, digests, strict=True):
-            self.digest_of[block] = None
-            del self.blocks[self.group_of[block]][digest]
+        digest_of, group_of, cached_in = self.digest_of, self.group_of, self.blocks
+        digests = []
+        for block in blocks:
+            digest = digest_of[block]
+            digest_of[block] = None
+            del cached_in[group_of[block]][digest]
+            digests.append(digest)
         self.recorder.counters.evicted += len(blocks)
         if self.continuations is not None:
             for block, digest in zip(blocks, digests, strict=True):
