@@ -38,15 +38,18 @@ void plan_sequences(const AttentionParams& p, int num_threads, Plan& plan) {
   }
   // All heads of a split in one item read whole blocks in order, but a few items would leave threads idle.
   int64_t heads = heads_are_neighbours(p.key_cache) ? p.num_kv_heads : 1;
-  heads = std::clamp<int64_t>(decode_parts * p.num_kv_heads / (kItemsPerThread * num_threads), 1, heads);
+  if (num_threads > 1) {
+    heads = std::clamp<int64_t>(decode_parts * p.num_kv_heads / (kItemsPerThread * num_threads), 1, heads);
+  }
   for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
     SequencePlan& sequence = plan.sequences[seq];
     if (sequence.num_parts == 0) continue;
     if (sequence.is_decode) {
-      const int64_t rows = sequence.view.query_len * group;
-      sequence.heads_per_item = num_threads == 1 && heads_are_neighbours(p.key_cache) ? p.num_kv_heads : heads;
-      plan.decode_rows = std::max(plan.decode_rows, padded_rows(rows));
-      plan.decode_all_rows = std::max(plan.decode_all_rows, padded_rows(rows) * sequence.heads_per_item);
+      const int64_t rows = padded_rows(sequence.view.query_len * group);
+      const int64_t state = 2 * rows * round_up(p.head_dim, kChunk);
+      sequence.heads_per_item = std::clamp<int64_t>(kDecodeState / state, 1, heads);
+      plan.decode_rows = std::max(plan.decode_rows, rows);
+      plan.decode_all_rows = std::max(plan.decode_all_rows, rows * sequence.heads_per_item);
     } else {
       const int64_t rows = std::min(sequence.view.query_len, tokens_per_tile(p)) * group;
       plan.prefill_rows = std::max(plan.prefill_rows, round_up(rows, kBlockRows));

@@ -20,7 +20,8 @@ inline constexpr int64_t kSplit = 512;      // keys: a multiple of kTile; about 
 inline constexpr int64_t kDecodeRows = 16;  // rows of a group up to which packing keys and values does not pay
 inline constexpr int64_t kPrefillRows =
     192;  // rows that share a packed tile; with it they fill some 300 KiB of L2 at D = 128
-inline constexpr int64_t kItemsPerThread = 4;  // so that threads end at about the same time
+inline constexpr int64_t kDecodeState = 1 << 16;  // floats of query and output of an item's heads, which stay in L2
+inline constexpr int64_t kItemsPerThread = 4;     // so that threads end at about the same time
 static_assert(kSplit % kTile == 0, "a tile lies in one split");
 
 // Carves arrays out of one allocation. Over a null base it only counts.

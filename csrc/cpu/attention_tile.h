@@ -50,11 +50,11 @@ struct ScoreRule {
   const float* v_scale;  // [kTile], or null; multiplies the weights, once their sum is taken
 };
 
-// The scale of a cache, as far as it is the same for all tokens of a head.
 inline bool varies_by_token(const ScaleView& scale) {
   return scale.data != nullptr && (scale.stride_block != 0 || scale.stride_slot != 0);
 }
 
+// The scale of a head, as far as it is the same for all of its tokens.
 inline float head_scale(const ScaleView& scale, int64_t head) {
   return scale.data == nullptr || varies_by_token(scale) ? 1.0f : scale.data[head * scale.stride_head];
 }
