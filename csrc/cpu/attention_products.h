@@ -19,9 +19,38 @@ struct Chunk {
 
 // The first `count` elements as floats in their own order, then zeros; 0 < count <= kChunk.
 template <class T>
-PAGED_KV_INLINE Chunk load_chunk(const T* p, int count = kChunk) {
+PAGED_KV_INLINE Chunk load_chunk(const T* p, int count) {
   if (count <= kWidth) return {load(p, count), Vec{}};
   return {load(p), load(p + kWidth, count - kWidth)};
+}
+
+template <class T>
+PAGED_KV_INLINE Chunk load_chunk(const T* p) {
+  return {load(p), load(p + kWidth)};
+}
+
+// Bytes are widened a chunk at a time, in one vector of 16 bits each: half the instructions.
+template <class ToHalf>
+PAGED_KV_INLINE Chunk load_bytes(const void* p, ToHalf to_half) {
+  typedef int8_t Bytes __attribute__((vector_size(kChunk)));
+  typedef int16_t Wide __attribute__((vector_size(2 * kChunk)));
+  typedef uint16_t Halves __attribute__((vector_size(2 * kChunk)));
+  Bytes bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  const Halves halves = to_half(reinterpret_cast<Halves>(__builtin_convertvector(bytes, Wide)));
+  Uint16Vec parts[2];
+  std::memcpy(parts, &halves, sizeof(halves));
+  return {detail::from_halves(parts[0]), detail::from_halves(parts[1])};
+}
+
+PAGED_KV_INLINE Chunk load_chunk(const Float8E5M2* p) {
+  return load_bytes(p, [](auto bytes) __attribute__((always_inline)) { return detail::e5m2_to_half(bytes); });
+}
+
+PAGED_KV_INLINE Chunk load_chunk(const Float8E4M3* p) {
+  const Chunk chunk =
+      load_bytes(p, [](auto bytes) __attribute__((always_inline)) { return detail::e4m3_to_half(bytes); });
+  return {chunk.low * detail::kE4M3PerHalf, chunk.high * detail::kE4M3PerHalf};
 }
 
 // The first `count` elements as they are, two in each lane, then zeros; 0 < count <= kChunk.
@@ -51,7 +80,7 @@ struct FloatProducts {
       const UintVec words = load_words(p, count);
       return {from_bits(words << 16), from_bits(words & 0xffff0000u)};
     } else {
-      return load_chunk(p, count);
+      return count == kChunk ? load_chunk(p) : load_chunk(p, count);
     }
   }
 

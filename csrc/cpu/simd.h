@@ -205,6 +205,33 @@ PAGED_KV_INLINE Uint8Vec low_bytes(UintVec v) {
 // v within [-largest, largest], NaN kept.
 PAGED_KV_INLINE Vec clamp(Vec v, float largest) { return max(splat(-largest), min(splat(largest), v)); }
 
+// Floats from float16. The masked form of the AVX-512 conversion, because GCC 12 takes the plain one's ignored operand
+// for uninitialised.
+PAGED_KV_INLINE Vec from_halves(Uint16Vec halves) {
+#if PAGED_KV_WIDTH == 16
+  return _mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(halves));
+#elif PAGED_KV_WIDTH == 8
+  return _mm256_cvtph_ps(reinterpret_cast<__m128i>(halves));
+#else
+  return widen<5, 10>(__builtin_convertvector(halves, UintVec));
+#endif
+}
+
+// float16 from bytes sign-extended to 16 bits, any number of them. An e4m3 becomes a float16 of 1 / kE4M3PerHalf its
+// value, subnormals included: only the bias differs, and NaN, which becomes float16's.
+inline constexpr float kE4M3PerHalf = 256.0f;
+
+template <class Halves>
+PAGED_KV_INLINE Halves e5m2_to_half(Halves bytes) {
+  return bytes << 8;
+}
+
+template <class Halves>
+PAGED_KV_INLINE Halves e4m3_to_half(Halves bytes) {
+  const Halves half = (bytes << 7) & uint16_t{0xbfff};  // the sign stood twice
+  return half | reinterpret_cast<Halves>((half | uint16_t{0x8000}) == uint16_t{0xbf80});
+}
+
 }  // namespace detail
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -216,51 +243,28 @@ PAGED_KV_INLINE Vec load(const BFloat16* p, int count = kWidth) {
   return from_bits(__builtin_convertvector(detail::load_bits<Uint16Vec>(p, count), UintVec) << 16);
 }
 
-// The masked form of the AVX-512 conversion, because GCC 12 takes the plain one's ignored operand for uninitialised.
 PAGED_KV_INLINE Vec load(const Float16* p, int count = kWidth) {
-  const auto raw = detail::load_bits<Uint16Vec>(p, count);
-#if PAGED_KV_WIDTH == 16
-  return _mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(raw));
-#elif PAGED_KV_WIDTH == 8
-  return _mm256_cvtph_ps(reinterpret_cast<__m128i>(raw));
-#else
-  return detail::widen<5, 10>(__builtin_convertvector(raw, UintVec));
-#endif
+  return detail::from_halves(detail::load_bits<Uint16Vec>(p, count));
 }
 
 PAGED_KV_INLINE Vec load(const Float8E5M2* p, int count = kWidth) {
-  const auto raw = __builtin_convertvector(detail::load_bits<Uint8Vec>(p, count), Uint16Vec) << 8;
-#if PAGED_KV_WIDTH == 16
-  return _mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(raw));
-#elif PAGED_KV_WIDTH == 8
-  return _mm256_cvtph_ps(reinterpret_cast<__m128i>(raw));
-#else
-  return detail::widen<5, 10>(__builtin_convertvector(raw, UintVec));
-#endif
+  const auto bytes = __builtin_convertvector(detail::load_bits<Int8Vec>(p, count), Int16Vec);
+  return detail::from_halves(detail::e5m2_to_half(reinterpret_cast<Uint16Vec>(bytes)));
 }
 
 PAGED_KV_INLINE Vec load(const Float8E4M3* p, int count = kWidth) {
-  const auto raw = detail::load_bits<Uint8Vec>(p, count);
-#if PAGED_KV_WIDTH == 4
-  return detail::widen<4, 3>(__builtin_convertvector(raw, UintVec));
-#else
-  // As a float16 of 2^-8 the value, subnormals included: only the bias differs, and NaN, which gets float16's.
-  const auto wide = __builtin_convertvector(raw, Uint16Vec);
-  const Uint16Vec magnitude = wide & uint16_t{0x7f};
-  const Uint16Vec nan = reinterpret_cast<Uint16Vec>(magnitude == uint16_t{0x7f}) & uint16_t{0x7c00};
-  const Uint16Vec half = ((wide & uint16_t{0x80}) << 8) | (magnitude << 7) | nan;
-#if PAGED_KV_WIDTH == 16
-  return Vec(_mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(half))) * 256.0f;
-#else
-  return Vec(_mm256_cvtph_ps(reinterpret_cast<__m128i>(half))) * 256.0f;
-#endif
-#endif
+  const auto bytes = __builtin_convertvector(detail::load_bits<Int8Vec>(p, count), Int16Vec);
+  return detail::from_halves(detail::e4m3_to_half(reinterpret_cast<Uint16Vec>(bytes))) * detail::kE4M3PerHalf;
 }
 
 PAGED_KV_INLINE Vec load(const int8_t* p, int count = kWidth) {
+  const auto bytes = detail::load_bits<Int8Vec>(p, count);
+#if PAGED_KV_WIDTH == 8
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(reinterpret_cast<int64_t>(bytes))));
+#else
   // By way of 16 bits, because GCC 12 takes the lanes apart one by one where a conversion skips a width.
-  const auto wide = __builtin_convertvector(detail::load_bits<Int8Vec>(p, count), Int16Vec);
-  return __builtin_convertvector(__builtin_convertvector(wide, IntVec), Vec);
+  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Int16Vec), IntVec), Vec);
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------
