@@ -94,7 +94,6 @@ class Growth:
         tables = self.tables
         old = tables.seq_len[rows]
         block_copies = self._make_room(seq_ids, rows, counts.tolist(), lookahead)
-        tables.room[rows] = 0
         tables.seq_len[rows] = new = old + counts
         parts = [
             tables.slots(group, row, start, stop)
@@ -102,7 +101,12 @@ class Growth:
             for row, start, stop in zip(rows.tolist(), old.tolist(), new.tolist(), strict=True)
         ]
         slots = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, np.int64)])
-        return slots.reshape(len(self.tables.blocks), -1), block_copies
+        slots = slots.reshape(len(self.tables.blocks), -1)
+        # What is left of a block just written to is the row's own.
+        grown = counts > 0
+        tables.room[rows] = np.where(grown, -new % tables.block_size, 0)
+        tables.next_slot[:, rows[grown]] = slots[:, counts.cumsum()[grown] - 1] + 1
+        return slots, block_copies
 
     def _make_room(
         self, seq_ids: Sequence[Hashable], rows: np.ndarray, counts: list[int], lookahead: int

@@ -120,14 +120,19 @@ class BlockPool:
         """`take(1, after)`, quicker: what a sequence needs when it grows."""
         block = after + 1
         extent = block // RUN
-        if (
-            not (block % RUN and block < self.num_blocks and self.is_free[block])
-            or self._extent_free[extent] == self._extent_size[extent]
+        if not self.num_free:
+            (block,) = self._evict(1)
+        elif (
+            block % RUN
+            and block < self.num_blocks
+            and self.is_free[block]
+            and self._extent_free[extent] < self._extent_size[extent]
         ):
+            self.is_free[block] = 0
+            self._extent_free[extent] -= 1
+            self.num_free -= 1
+        else:
             return self.take(1)[0]
-        self.is_free[block] = 0
-        self._extent_free[extent] -= 1
-        self.num_free -= 1
         self.ref_count[block] = 1
         self.generation[block] += 1
         self.num_holdings += 1

@@ -86,6 +86,14 @@ class Times:
     decode: list[tuple[float, int]] = field(default_factory=list)  # of each decode step, with its sequences
     release: float = 0.0  # free, preempt
 
+    @property
+    def per_slot(self) -> float | None:
+        """Median over all slots of what each took: its step's time over the step's sequences."""
+        if not self.decode:
+            return None
+        seconds, counts = np.array(sorted((s / n, n) for s, n in self.decode)).T
+        return float(seconds[np.searchsorted(counts.cumsum(), counts.sum() / 2)])
+
     @contextmanager
     def of(self, kind: str) -> Iterator[None]:
         started = time.thread_time()

@@ -23,7 +23,6 @@ def figures(options: Options, runs: list[Run], hit_rate_bound: float) -> Figures
     """What a replay found, ready for JSON: shares are between 0 and 1, times in microseconds, sizes in bytes."""
     paged = runs[0]
     memory, outcome = paged.memory, paged.outcome
-    slots = [(seconds / count) for seconds, count in memory.times.decode]
     decode_seconds = sum(seconds for seconds, _ in memory.times.decode)
     saved = paged.timeline.saved()
     return {
@@ -64,8 +63,10 @@ def figures(options: Options, runs: list[Run], hit_rate_bound: float) -> Figures
                 1e6 * (memory.times.prompt + memory.times.release + decode_seconds), outcome.finished
             ),
             "per_prompt_block": _ratio(1e6 * memory.times.prompt, memory.num_prompt_blocks),
-            "per_decode_slot": 1e6 * median(slots) if slots else None,
-            "per_decode_step": 1e6 * median(s for s, _ in memory.times.decode) if slots else None,
+            "per_decode_slot": _micro(memory.times.per_slot),
+            "per_decode_step": _micro(
+                median(s for s, _ in memory.times.decode) if memory.times.decode else None
+            ),
             "all": 1e6 * (memory.times.prompt + memory.times.release + decode_seconds),
         },
     }
@@ -90,6 +91,10 @@ def _mean(values: np.ndarray) -> float:
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+def _micro(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e6 * seconds
 
 
 @dataclass(frozen=True)
