@@ -23,8 +23,8 @@ def allocate(nbytes: int, device: torch.device) -> tuple[Tensor, bool]:
         return torch.empty(nbytes, dtype=torch.uint8, device=device), False
     try:
         mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"{nbytes} bytes of memory for the cache: {error.strerror}") from None
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{nbytes} bytes of memory for the cache: {error}") from None
     mapping.madvise(mmap.MADV_HUGEPAGE)
     everything = torch.frombuffer(
         mapping, dtype=torch.uint8

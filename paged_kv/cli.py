@@ -1,7 +1,7 @@
 """`paged-kv`, or `python -m paged_kv`: answer prompts from the command line, tell what was built.
 
 Answers go to stdout, everything else to stderr. Exit codes: 0 when all is well, 2 for input that cannot be
-used (one line says why), 130 when interrupted.
+used (one line says why), 1 where output cannot be written, 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -48,16 +48,30 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (None: the process's own) and returns its exit code."""
     try:
         args = _parse(argv)
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()  # what cannot be written is to be told here, not at exit
+        return code
     except InputError as error:
         print(f"paged-kv: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\npaged-kv: interrupted", file=sys.stderr)
         return 130
+    except MemoryError as error:
+        print(f"paged-kv: {str(error) or 'there is not so much memory'}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return 141
+    except OSError as error:
+        print(f"paged-kv: cannot write: {error.strerror}", file=sys.stderr)
+        _discard_stdout()
+        return 1
+
+
+def _discard_stdout() -> None:
+    """What is still buffered for stdout has nowhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

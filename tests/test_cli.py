@@ -164,6 +164,8 @@ def test_weights_can_be_loaded_in_another_dtype(folder, monkeypatch, capsys):
         (["a", "--temperature", "-1"], "temperature: expected 0 or more, got -1.0"),
         (["a", "--block-size", "0"], "block_size: expected an integer from 1 to 1024, got 0"),
         (["a", "--num-blocks", "0"], "num_blocks: expected an integer of at least 1, got 0"),
+        (["a", "--num-blocks", "9" * 12], "bytes of memory for the cache"),
+        (["a", "--num-blocks", "9" * 30], "bytes of memory for the cache"),
         (["a", "--max-tokens", "many"], "argument --max-tokens: invalid int value"),
         (["a", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["x" * 40_000], f"prompt 1: the prompt has 40000 tokens; the context holds {CONTEXT}"),
@@ -271,3 +273,12 @@ def test_a_reader_that_leaves_is_no_error(folder):
     child.stdout.close()
     assert child.stderr.read() == b""
     assert child.wait() == 141
+
+
+@pytest.mark.parametrize("arguments", [("hello",), ("hello", "--output", "/dev/full")])
+def test_a_full_disk_is_told(folder, arguments):
+    command = [sys.executable, "-m", "paged_kv", "generate", "--model", str(folder), "--max-tokens", "2"]
+    with open("/dev/full", "w") as full:
+        child = subprocess.run([*command, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert child.stderr == "paged-kv: cannot write: No space left on device\n"
+    assert child.returncode == 1

@@ -77,6 +77,19 @@ def test_azure_prompts_are_their_own(tmp_path):
     assert not set(first.prompt_tokens().tolist()) & set(second.prompt_tokens().tolist())
 
 
+def test_times_with_and_without_an_offset_are_compared(tmp_path):
+    text = AZURE.replace("05.9799600", "05.979960+00:00").replace(
+        "2023-11-16 18:17:05", "2023-11-16T18:17:05"
+    )
+    assert [request.arrival for request in read_trace(written(tmp_path, text))] == pytest.approx([0.0, 2.0])
+
+
+def test_hash_ids_may_be_of_any_size(tmp_path):
+    first, second = read_trace(written(tmp_path, MOONCAKE.replace(" 7,", f" {2**64 - 1},")))
+    assert second.prompt_tokens()[:512].tolist() == first.prompt_tokens()[:512].tolist()
+    assert len(second.prompt_tokens()) == 1030
+
+
 def test_sharegpt_prompts_hold_what_was_said_before(tmp_path):
     requests = read_trace(written(tmp_path, SHAREGPT))
     assert [request.prompt_len for request in requests] == [10, 10, 32, 32]
@@ -101,6 +114,17 @@ def test_sharegpt_prompts_hold_what_was_said_before(tmp_path):
         (AZURE + "x,1,2", "line 4 is no Azure request: Invalid isoformat string: 'x'"),
         (AZURE.replace("4808", "0"), "line 2: ContextTokens must be at least 1, not 0"),
         (AZURE.replace(",8", ""), "line 3 is no Azure request"),
+        (AZURE + '"' + "a" * 200_000, "field larger than field limit"),
+        (
+            MOONCAKE.replace("1030", "Infinity"),
+            "line 1 is no Mooncake request: cannot convert float infinity",
+        ),
+        (MOONCAKE.replace("27000", "NaN"), "line 1: expected a timestamp in ms, got nan"),
+        (
+            SHAREGPT.replace("hh", r"\ud800", 1),
+            "no list of ShareGPT conversations: 'utf-8' codec can't encode",
+        ),
+        ("[" * 100_000, "no list of ShareGPT conversations: maximum recursion depth"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_place(tmp_path, text, message):

@@ -100,6 +100,12 @@ def test_a_picture_is_drawn(trace, tmp_path, capsys, arguments):
         (["{trace}", "--samples", "2", "--beam-width", "2"], "not allowed with argument"),
         (["{trace}", "--dtype", "int4"], "argument --dtype: invalid choice: 'int4'"),
         (["{trace}", "--step-ms", "-1"], "argument --step-ms: expected 0 or more, got -1.0"),
+        (["{trace}", "--step-ms", "nan"], "argument --step-ms: expected 0 or more, got nan"),
+        (
+            ["{trace}", "--memory", "9" * 400],
+            "argument --memory: expected bytes, as 512MiB or 40GiB, got '999",
+        ),
+        (["{trace}", "--num-blocks", "9" * 17], "there is not so much memory"),
         (["{trace}", "--plot", "picture.docx"], "argument --plot: expected a file name that ends in .png"),
         (["{trace}", "--plot", "nowhere/picture.png"], "argument --plot: no folder"),
     ],

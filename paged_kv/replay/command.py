@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def replay_command(args: argparse.Namespace) -> int:
     """Runs the command. Raises TraceError, ImportError or OSError for what the user gave and cannot be used."""
-    if args.step_ms < 0:
+    if not 0 <= args.step_ms < math.inf:
         raise TraceError(f"argument --step-ms: expected 0 or more, got {args.step_ms}")
     if args.plot is not None:
         from . import plot  # before the work is done, not after
@@ -137,4 +138,7 @@ def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"expected bytes, as 512MiB or 40GiB, got {text!r}")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    size = float(match[1]) * UNITS[match[2].upper()]
+    if math.isinf(size):
+        raise argparse.ArgumentTypeError(f"expected bytes, as 512MiB or 40GiB, got {text!r}")
+    return int(size)

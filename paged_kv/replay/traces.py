@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class Piece:
 
     def tokens(self) -> np.ndarray:
         """Their ids, [length] int32."""
-        return ((self.start + np.arange(self.length)) % ID_RANGE).astype(np.int32)
+        return ((self.start % ID_RANGE + np.arange(self.length)) % ID_RANGE).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def read_trace(path: Path) -> list[Request]:
         )
     try:
         requests = list(reader(text))
-    except TraceError as error:
+    except (TraceError, csv.Error) as error:
         raise TraceError(f"{path}: {error}") from None
     if not requests:
         raise TraceError(f"{path}: no request in it")
@@ -113,8 +114,10 @@ def _read_mooncake(text: str) -> Iterator[Request]:
             row = json.loads(line)
             length, hash_ids = int(row["input_length"]), [int(hash_id) for hash_id in row["hash_ids"]]
             arrival, output = float(row["timestamp"]) / 1000, int(row["output_length"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise TraceError(f"line {number} is no Mooncake request: {_reason(error)}") from None
+        if not math.isfinite(arrival):
+            raise TraceError(f"line {number}: expected a timestamp in ms, got {row['timestamp']}")
         if length < 1 or len(hash_ids) != -(-length // MOONCAKE_BLOCK):
             raise TraceError(
                 f"line {number}: expected one hash id for every {MOONCAKE_BLOCK} of input_length, got "
@@ -136,6 +139,7 @@ def _read_azure(text: str) -> Iterator[Request]:
             raise TraceError(f"line {number} is no Azure request: {_reason(error)}") from None
         if length < 1:
             raise TraceError(f"line {number}: ContextTokens must be at least 1, not {length}")
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
         first = first or moment
         yield Request((moment - first).total_seconds(), (starts.piece(length),), starts.piece(output))
 
@@ -146,7 +150,7 @@ def _read_sharegpt(text: str) -> Iterator[Request]:
     start_of: dict[tuple[Piece | str, ...], Piece] = {}  # by what was said before and what is said now
     try:
         conversations = [_turns(entry) for entry in json.loads(text)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TraceError(f"no list of ShareGPT conversations: {_reason(error)}") from None
     for begin, turns in enumerate(conversations):
         said: tuple[Piece, ...] = ()
@@ -168,7 +172,7 @@ def _turns(entry: dict) -> list[tuple[bool, str]]:
         (turn["from"] in ("gpt", "assistant", "model"), turn["value"]) for turn in entry["conversations"]
     ]
     for _, value in turns:
-        value.encode  # noqa: B018 - anything but text is refused here
+        value.encode()  # anything but text is refused here
     return turns
 
 
