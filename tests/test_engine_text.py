@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import byte_tokenizer
+from tiny_models import byte_fallback_tokenizer, byte_tokenizer
 
 from paged_kv.engine.detokenizer import Detokenizer
 
@@ -18,9 +18,10 @@ def test_pieces_make_the_whole(data):
     assert "".join(pieces) + detokenizer.flush() == data.decode(errors="replace")
 
 
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, byte_fallback_tokenizer()], ids=["bytes", "byte-fallback"])
 @pytest.mark.parametrize("text", ["a", "é", "漢", "🙂"])
-def test_a_character_comes_with_its_last_byte(text):
-    detokenizer = Detokenizer(TOKENIZER)
+def test_a_character_comes_with_its_last_byte(text, tokenizer):
+    detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.push(token) for token in (text + text).encode()]
     nothing = [""] * (len(text.encode()) - 1)
     assert pieces == [*nothing, text, *nothing, text]

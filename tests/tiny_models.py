@@ -140,3 +140,14 @@ def byte_tokenizer() -> hf.PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def byte_fallback_tokenizer() -> hf.PreTrainedTokenizerFast:
+    """Each byte is a token, as what Llama 2, Mistral and Gemma have no word for: half a character is no text."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256}
+    model = tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer)

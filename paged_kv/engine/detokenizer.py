@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Detokenizer"]
 
-_INCOMPLETE = "\ufffd"  # a decoder's answer to the bytes of half a character
+_INCOMPLETE = "\ufffd"  # a decoder's answer to the bytes of half a character: one for all, or one for each
 
 
 class Detokenizer:
@@ -31,7 +31,7 @@ class Detokenizer:
         self._ids.append(token)
         text = self._decode(self._start)
         whole = not text.endswith(_INCOMPLETE)
-        piece = (text if whole else text[:-1])[self._told :]
+        piece = text.rstrip(_INCOMPLETE)[self._told :]
         if not piece:
             return ""
         self._told += len(piece)
