@@ -141,3 +141,17 @@ def test_a_request_larger_than_the_pool_raises_instead_of_running_for_ever():
     run_step(scheduler)
     with pytest.raises(OutOfBlocksError):
         run_step(scheduler)
+
+
+def test_a_prompt_that_waits_for_blocks_of_others_raises_instead_of_waiting_for_ever():
+    manager = PagedKVCacheManager(4, 2)
+    manager.admit("not ours", 6)
+    manager.append(["not ours"], [6])
+    scheduler = Scheduler(manager, max_batch_tokens=64, max_num_seqs=4)
+    request = make_request(0, 3, 1)
+    scheduler.add(request)
+    with pytest.raises(OutOfBlocksError):
+        run_step(scheduler)
+    manager.free("not ours")
+    run_step(scheduler)
+    assert request.finished

@@ -123,6 +123,9 @@ class Scheduler:
                 break
             admission = self.manager.admit(request.request_id, request.token_ids)
             if admission.status is not AdmissionStatus.ADMITTED:
+                if not self.running:  # others than requests hold the blocks: no step would bring them back
+                    needed = -(-len(request.token_ids) // self.manager.block_size)
+                    raise OutOfBlocksError(needed, self.manager.num_available_blocks)
                 break
             self.running.append(self.waiting.popleft())
             request.num_computed = admission.num_cached_tokens
