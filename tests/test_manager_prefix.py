@@ -78,11 +78,20 @@ def test_tokens_without_ids_are_never_published():
     assert m.stats().counters.stored == 0
 
 
-@pytest.mark.parametrize("form", [list, tuple, np.array, lambda t: np.array(t, np.uint16), torch.tensor])
+@pytest.mark.parametrize(
+    "form",
+    [list, tuple, np.array, lambda t: np.array(t, np.uint16), lambda t: np.array(t, ">i4"), torch.tensor],
+)
 def test_the_container_of_tokens_does_not_matter(form):
     m = manager()
     serve(m, "a", TOKENS)
     assert m.admit("b", form(TOKENS)).num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("value", [7, None, "\ud800"])
+def test_a_key_that_cannot_be_hashed_is_refused_at_once(value):
+    with pytest.raises((TypeError, ValueError)):
+        ContentKey("media", value, 0, 4)
 
 
 def test_keys_and_their_kinds_keep_contents_apart():

@@ -36,10 +36,13 @@ class ContentKey:
             raise ValueError(
                 f"start must come before stop, and be 0 without a stop, not {self.start}, {self.stop}"
             )
+        self.encode(0)  # raises here what could never be hashed
 
     def encode(self, first: int) -> bytes:
         """Kind, value and, unless it belongs to the whole sequence, its tokens counted from token `first`."""
         value = self.value.encode() if isinstance(self.value, str) else self.value
+        if not isinstance(value, bytes):
+            raise TypeError(f"value must be text or bytes, not {value!r}")
         span = b"" if self.stop is None else _number(self.start - first) + _number(self.stop - first)
         return _field(self.kind.encode()) + _field(value) + span
 

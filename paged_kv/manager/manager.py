@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -141,10 +142,12 @@ class PagedKVCacheManager:
         chunk_size: most tokens that will be appended between two commits, if the prompt is to be prefilled in
             chunks: a group with a window then needs no more blocks than the window and a chunk at a time.
 
-        Raises DuplicateSequenceError if `seq_id` is held. Refusals change nothing.
+        Raises DuplicateSequenceError if `seq_id` is held, ValueError. Refusals change nothing.
         """
         if seq_id in self._tables:
             raise DuplicateSequenceError(seq_id, "is admitted already")
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
         num_tokens = num_tokens_of(tokens)
         if sum(self._admissions.most_blocks(num_tokens, chunk_size)) > self.num_blocks:
             return Admission(AdmissionStatus.NEVER)
@@ -353,7 +356,7 @@ class PagedKVCacheManager:
         OutOfBlocksError, and SharedBlockError where the append would need a block copy; nothing has changed
         then.
         """
-        tables, size = self._tables, self.block_size
+        tables, size, current_seq_len = self._tables, self.block_size, index(current_seq_len)
         opened = current_seq_len == 1 and seq_id not in tables
         seq_len = 0 if opened else self.seq_len(seq_id)
         if not 1 <= current_seq_len <= seq_len + 1:

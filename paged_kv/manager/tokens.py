@@ -45,7 +45,7 @@ def parse_batch(tokens: np.ndarray | Sequence[Tokens], num_seqs: int) -> Batch:
     if getattr(tokens, "ndim", 0) == 2:
         count = tokens.shape[1]
         counts = None if count == 1 else np.full(num_seqs, count, np.int64)
-        return Batch(counts, _ids(tokens).reshape(-1), None)
+        return Batch(counts, _ids(np.asarray(tokens).reshape(-1)), None)
     listed = [num_tokens_of(entry) for entry in tokens]
     counts = None if all(count == 1 for count in listed) else np.array(listed, np.int64)
     missing = [isinstance(entry, (int, np.integer)) for entry in tokens]
@@ -66,8 +66,11 @@ def parse_lengths(name: str, lengths: Sequence[int] | np.ndarray, num_seqs: int)
 
 
 def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """[T] int32 in this machine's byte order."""
     array = np.asarray(tokens)
-    if array.dtype.char == "i":
+    if array.ndim != 1:
+        raise ValueError(f"token ids of a sequence must be one row, not of shape {array.shape}")
+    if array.dtype.char == "i" and array.dtype.isnative:
         return array
     if array.size == 0:
         return array.astype(np.int32)
