@@ -1,5 +1,6 @@
-"""`python -m bench`: every benchmark with its defaults. Each also runs alone: `python -m bench.attention --help`."""
+"""`python -m bench`: attention and the block manager. Each also runs alone: `python -m bench.attention --help`."""
 
-from . import attention
+from . import attention, manager
 
 attention.main()
+manager.main()
