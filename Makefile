@@ -1,6 +1,6 @@
 # Each target sets up what it needs in $(VENV), once; only what has changed is done again.
 #   make demo    answers a few prompts with a real model        make lint    checks layout and house rules
-#   make test    builds and runs the tests                      make bench   runs the benchmarks beside vLLM's CPU attention
+#   make test    builds and runs the tests                      make bench   runs the benchmarks, vLLM beside them
 #   make fuzz    walks over the block manager's calls for long
 #
 # Where pip's torch is the CUDA one and a smaller download will do:

@@ -1,6 +1,6 @@
-"""`python -m bench`: attention and the block manager. Each also runs alone: `python -m bench.attention --help`."""
+"""`python -m bench`: attention, the block manager and replays. Each also runs alone: `python -m bench.attention --help`."""
 
-from . import attention, manager
+from . import attention, manager, manager_peers, replay
 
-attention.main()
-manager.main()
+for benchmark in (attention, manager, manager_peers, replay):
+    benchmark.main()

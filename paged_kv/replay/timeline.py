@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from .memory import Usage
@@ -11,18 +13,17 @@ class Timeline:
     """Usages, one a step."""
 
     def __init__(self) -> None:
-        self._rows: list[Usage] = []
+        self._values = array("q")  # of one usage after the other: a long replay has a million
 
     def record(self, usage: Usage) -> None:
-        self._rows.append(usage)
+        self._values.extend(usage)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._values) // len(Usage._fields)
 
     def column(self, field: str) -> np.ndarray:
         """One field of every usage, [steps] int64."""
-        place = Usage._fields.index(field)
-        return np.fromiter((row[place] for row in self._rows), np.int64, len(self._rows))
+        return np.array(self._values).reshape(-1, len(Usage._fields))[:, Usage._fields.index(field)]
 
     def waste(self) -> np.ndarray:
         """Waste of each step in which anything was allocated, [n] float64."""
