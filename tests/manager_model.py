@@ -202,17 +202,10 @@ class Model:
         """batch: {seq_id: list of ids, or of objects where ids are not known}. Returns the copied blocks."""
         seqs = [(self.resident(seq_id), tokens) for seq_id, tokens in batch.items()]
         growth = [max(0, self.ceil(len(s.tokens) + len(t) + lookahead) - len(s.blocks[0])) for s, t in seqs]
-        must, may, left = [], [], {}
-        for group in range(len(self.windows)):
-            for seq, tokens in seqs:
-                if tokens and len(seq.tokens) % self.size:
-                    block = seq.blocks[group][len(seq.tokens) // self.size]
-                    left.setdefault(block, block.holders)
-                    if left[block] > 1:
-                        left[block] -= 1
-                        must.append((seq, group))
-                    elif block.content:
-                        may.append((seq, group))
+        must, may = self.plan_copies(seqs)
+        if sum(growth) * len(self.windows) + len(must) > self.available:
+            self.publish()
+            must, may = self.plan_copies(seqs)
         needed = sum(growth) * len(self.windows) + len(must)
         if needed > self.available:
             raise errors.OutOfBlocksError(needed, self.available)
@@ -237,15 +230,41 @@ class Model:
             seq.tokens += tokens
         return copies
 
+    def plan_copies(self, seqs):
+        """Which (sequence, group) must not write in place: others hold the block, or only the cache finds it."""
+        must, may, left = [], [], {}
+        for group in range(len(self.windows)):
+            for seq, tokens in seqs:
+                if tokens and len(seq.tokens) % self.size:
+                    block = seq.blocks[group][len(seq.tokens) // self.size]
+                    left.setdefault(block, block.holders)
+                    if left[block] > 1:
+                        left[block] -= 1
+                        must.append((seq, group))
+                    elif block.content:
+                        may.append((seq, group))
+        return must, may
+
     def commit(self, seq_lens):
         for seq_id, length in seq_lens.items():
             seq = self.resident(seq_id)
             if not seq.computed <= length <= len(seq.tokens):
                 raise ValueError
         for seq_id, length in seq_lens.items():
-            seq = self.device[seq_id]
-            seq.computed = length
-            full = max(seq.named, int(min(length, seq.known)) // self.size)
+            self.device[seq_id].computed = length
+        for group, window in enumerate(self.windows):
+            if window is not None:
+                self.publish()
+                for seq_id in seq_lens:
+                    seq = self.device[seq_id]
+                    for place in range(self.first_needed(window, seq.computed)):
+                        if seq.blocks[group][place] is not None:
+                            self.drop(seq.blocks[group][place])
+                            seq.blocks[group][place] = None
+
+    def publish(self):
+        for seq in self.device.values():
+            full = max(seq.named, int(min(seq.computed, seq.known)) // self.size)
             for group, blocks in enumerate(seq.blocks):
                 dropped = []
                 for place in range(seq.named, full):
@@ -264,13 +283,6 @@ class Model:
                     self.drop(block)
                     blocks[place] = known
             seq.named = full
-        for group, window in enumerate(self.windows):
-            for seq_id in seq_lens:
-                seq = self.device[seq_id]
-                for place in range(self.first_needed(window, seq.computed)):
-                    if seq.blocks[group][place] is not None:
-                        self.drop(seq.blocks[group][place])
-                        seq.blocks[group][place] = None
 
     def rollback(self, seq_lens):
         for seq_id, length in seq_lens.items():

@@ -94,7 +94,9 @@ class Admissions:
             found = [len(blocks) - (match.num_partial_tokens > 0) for blocks in match.blocks]
             most = self.most_blocks(num_tokens, chunk_size, match.first)
             needed = sum(max(0, m - f) for m, f in zip(most, found, strict=True))
-            pinned = int(np.count_nonzero(self.pool.refs[match.flat_blocks()] == 0))
+            pinned = 0
+            if match.num_blocks:
+                pinned = int(np.count_nonzero(self.pool.refs[match.flat_blocks()] == 0))
             if needed + pinned <= self.pool.num_available:
                 return match
         return None

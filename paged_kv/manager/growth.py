@@ -13,7 +13,7 @@ takes any block, and takes all destinations of copies before it lets go of a sou
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
@@ -32,12 +32,18 @@ Places = list[tuple[int, int, int]]
 
 class Growth:
     def __init__(
-        self, pool: BlockPool, tables: SequenceTables, prefix: PrefixCache | None, recorder: Recorder
+        self,
+        pool: BlockPool,
+        tables: SequenceTables,
+        prefix: PrefixCache | None,
+        recorder: Recorder,
+        publish: Callable[[], None],
     ) -> None:
         self.pool = pool
         self.tables = tables
         self.prefix = prefix
         self.recorder = recorder
+        self.publish = publish  # what is left to publish may be equal to what is cached, and free blocks
 
     def one_each(self, seq_ids: Sequence[Hashable], rows: np.ndarray) -> tuple[np.ndarray, Copies]:
         """Slots of one more token for each row, [groups, rows], and block copies: the decode step.
@@ -67,6 +73,8 @@ class Growth:
         if all(seq_len == held * size for seq_len, held in zip(seq_lens, num_blocks, strict=True)):
             # The usual case: their blocks are full, and each gets a new one.
             needed = len(seq_lens) * len(self.tables.blocks)
+            if needed > pool.num_available:
+                self.publish()
             if needed > pool.num_available:
                 raise OutOfBlocksError(needed, pool.num_available)
             tables.reserve_width(max(num_blocks) + 1)
@@ -129,6 +137,9 @@ class Growth:
             if count and seq_len % size:
                 writing.append(row)
         copies, overwritten = self.plan_copies(writing) if writing else ([], [])
+        if needed + len(copies) > pool.num_available:
+            self.publish()  # which may change who holds what
+            copies, overwritten = self.plan_copies(writing) if writing else ([], [])
         needed += len(copies)
         if needed > pool.num_available:
             raise OutOfBlocksError(needed, pool.num_available)

@@ -117,7 +117,8 @@ class PagedKVCacheManager:
             if prefix_cache
             else None
         )
-        self._growth = Growth(self._pool, self._tables, self._prefix, self._recorder)
+        self._growth = Growth(self._pool, self._tables, self._prefix, self._recorder, self._publish)
+        self._unpublished = False  # whether a commit may have left blocks to publish
         self._swapper = Swapper(num_host_blocks, self._pool, self._tables, self._prefix)
         self._pins = Pins(num_blocks // 2 if pin_budget is None else pin_budget, clock)
         self._admissions = Admissions(self._pool, self._tables, self._prefix, self.windows, identity)
@@ -144,6 +145,7 @@ class PagedKVCacheManager:
 
         Raises DuplicateSequenceError if `seq_id` is held, ValueError. Refusals change nothing.
         """
+        self._publish()
         if seq_id in self._tables:
             raise DuplicateSequenceError(seq_id, "is admitted already")
         if chunk_size is not None and chunk_size < 1:
@@ -174,6 +176,7 @@ class PagedKVCacheManager:
         Whoever appends first to a shared partial block gets a copy of it; lookahead blocks stay with the
         parent. Raises UnknownSequenceError, or DuplicateSequenceError if `child_id` is held.
         """
+        self._publish()
         parent = self._tables.row(seq_id)
         if child_id in self._tables:
             raise DuplicateSequenceError(child_id, "is admitted already")
@@ -192,6 +195,7 @@ class PagedKVCacheManager:
         of reordered sequences are let go. Raises UnknownSequenceError, DuplicateSequenceError (of seq_ids),
         ValueError.
         """
+        self._publish()
         tables = self._tables
         rows = tables.rows(seq_ids).tolist()
         if len(parents) != len(rows):
@@ -219,6 +223,7 @@ class PagedKVCacheManager:
 
         A second free raises UnknownSequenceError and changes nothing.
         """
+        self._publish()
         if seq_id in self._tables.away:
             self._swapper.free(seq_id)
             return
@@ -231,6 +236,7 @@ class PagedKVCacheManager:
 
         Its digests are remembered, and what it finds in the cache then is not counted as a hit.
         """
+        self._publish()
         row = self._tables.row(seq_id)
         self._admissions.remember_held(seq_id, row)
         self._recorder.counters.preempted += 1
@@ -296,15 +302,10 @@ class PagedKVCacheManager:
                     f" {most[i]}, not {lengths[i]}"
                 )
         tables.computed_len[rows] = lengths
-        if self._prefix is not None:
-            named = tables.num_named[rows]
-            for i in (lengths // self.block_size > named).nonzero()[0].tolist():
-                row, start = int(rows[i]), int(named[i])
-                full = int(min(lengths[i], tables.known_len[row])) // self.block_size
-                if full > start:
-                    self._publish(seq_ids[i], row, start, full)
+        self._unpublished = self._prefix is not None
         for group, window in enumerate(self.windows):
             if window is not None:
+                self._publish()
                 self._slide(seq_ids, rows, group, window)
 
     def rollback(self, seq_ids: Sequence[Hashable], seq_lens: Sequence[int] | np.ndarray) -> None:
@@ -317,6 +318,7 @@ class PagedKVCacheManager:
         blocks that are behind a window by now; UnknownSequenceError, SwappedSequenceError,
         DuplicateSequenceError, ValueError; nothing has changed then.
         """
+        self._publish()
         tables, size = self._tables, self.block_size
         rows = tables.rows(seq_ids)
         lengths = parse_lengths("seq_lens", seq_lens, len(rows))
@@ -381,6 +383,7 @@ class PagedKVCacheManager:
             PinBudgetError
         (needed, left) and changes nothing if that is more than the budget has left.
         """
+        self._publish()
         self.expire_pins()
         match = Match.empty(len(self.windows))
         chain = self._admissions.chain(tokens, keys)
@@ -404,6 +407,7 @@ class PagedKVCacheManager:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content, as after new weights; what runs now is not published any more."""
+        self._publish()
         if self._prefix is None:
             return
         for pin in list(self._pins.blocks):
@@ -429,6 +433,7 @@ class PagedKVCacheManager:
         OutOfHostBlocksError (needed, free), UnknownSequenceError, SwappedSequenceError,
         DuplicateSequenceError; then nothing has changed.
         """
+        self._publish()
         pairs = self._swapper.out(seq_ids)
         self._recorder.counters.swapped_out += len(pairs)
         if self._recorder.subscribers:
@@ -443,6 +448,7 @@ class PagedKVCacheManager:
         Raises OutOfBlocksError (needed, free) if that does not fit, UnknownSequenceError,
         ResidentSequenceError, DuplicateSequenceError; then nothing has changed.
         """
+        self._publish()
         self.expire_pins()
         pairs = self._swapper.back(seq_ids)
         self._tables.room[:] = 0  # what comes back may share a block that another sequence was writing
@@ -505,6 +511,7 @@ class PagedKVCacheManager:
     @property
     def num_available_blocks(self) -> int:
         """Blocks that could be handed out now: free ones and evictable ones."""
+        self._publish()
         return self._pool.num_available
 
     def holders(self) -> np.ndarray:
@@ -553,9 +560,25 @@ class PagedKVCacheManager:
         self._pool.drop(tables.held_backwards(row, start))
         tables.num_blocks[row] = start
 
-    def _publish(self, seq_id: Hashable, row: int, start: int, stop: int) -> None:
-        """Tells the prefix cache of the row's blocks from place `start` to `stop`, all computed and known."""
+    def _publish(self) -> None:
+        """Tells the prefix cache of all blocks that are full of computed, known tokens, the oldest sequence first.
+
+        It is put off from `commit` to the calls that depend on it: a decode step pays nothing for it, and a sequence's
+        blocks come in one go.
+        """
+        if not self._unpublished:
+            return
+        self._unpublished = False
+        tables = self._tables
+        seq_ids = list(tables.row_of)
+        rows = np.array(list(tables.row_of.values()), np.int64)
+        full = np.minimum(tables.computed_len[rows], tables.known_len[rows]) // self.block_size
+        for i in (full > tables.num_named[rows]).nonzero()[0].tolist():
+            self._publish_row(seq_ids[i], int(rows[i]), int(full[i]))
+
+    def _publish_row(self, seq_id: Hashable, row: int, stop: int) -> None:
         tables, prefix, chain = self._tables, self._prefix, self._tables.chains[row]
+        start = int(tables.num_named[row])
         blocks = tables.blocks[:, row, start:stop].tolist()
         first, last = blocks[0][0], blocks[0][-1]
         if last - first == stop - start - 1 and blocks[0] == list(range(first, last + 1)):

@@ -74,6 +74,8 @@ class PrefixCache:
     def find(self, chain: TokenChain, limit: int) -> Match:
         """The longest cached prefix of the chain's prompt, of at most `limit` blocks."""
         found, count = self._walk(chain, limit)
+        if not count:
+            return Match.empty(len(self.windows))
         num_blocks = count
         runs = []  # per window group: cached blocks in a row that end before each place
         for group, window in enumerate(self.windows):
@@ -142,7 +144,7 @@ class PrefixCache:
                     break
                 count += 1
         for group, window in enumerate(self.windows):
-            if window is None:
+            if window is None and count:
                 count = min(count, self._verified(chain, found[group][:count]))
         return found, count
 
