@@ -175,7 +175,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def both(self, real_call, model_call, publishes=True):
         """Both answers, or None where both raise the same error and nothing has changed."""
-        before, pending = snapshot(self.real), self.real._unpublished
+        before, pending = snapshot(self.real), self.real._publisher.pending
         if publishes:
             self.model.publish()
         try:
@@ -327,7 +327,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def do_append(self, batch, given, lookahead):
         old = {seq_id: len(seq.tokens) for seq_id, seq in self.model.device.items()}
-        before, pending = snapshot(self.real), self.real._unpublished
+        before, pending = snapshot(self.real), self.real._publisher.pending
         try:
             copies = self.model.append(batch, lookahead)
         except errors.PagedKVError as error:
@@ -480,7 +480,7 @@ class ManagerMachine(RuleBasedStateMachine):
         seq_ids = list(dict.fromkeys(names[c % len(names)] for c in choices)) if names else []
         if strange % 8 == 0:
             seq_ids = [self.pick(choices[0])]
-        before, pending = snapshot(self.real), self.real._unpublished
+        before, pending = snapshot(self.real), self.real._publisher.pending
         self.model.publish()
         try:
             expected = self.model.swap_in(seq_ids)

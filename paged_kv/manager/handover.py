@@ -44,7 +44,7 @@ class CachedBlocks:
 
 def describe_sequence(manager: PagedKVCacheManager, seq_id: Hashable) -> tuple[SequenceState, list[int]]:
     """The sequence's computed part, and the block of each entry."""
-    manager._publish()
+    manager._publisher.publish()
     tables, size = manager._tables, manager.block_size
     row = tables.row(seq_id)
     length = int(tables.computed_len[row])
@@ -66,7 +66,7 @@ def take_sequence(manager: PagedKVCacheManager, seq_id: Hashable, state: Sequenc
     Raises DuplicateSequenceError, OutOfBlocksError, and TransferMismatchError if the digests are not those of the
     tokens; nothing has changed then.
     """
-    manager._publish()
+    manager._publisher.publish()
     tables, pool, prefix, size = manager._tables, manager._pool, manager._prefix, manager.block_size
     if seq_id in tables:
         raise DuplicateSequenceError(seq_id, "is admitted already")
@@ -117,7 +117,7 @@ def take_sequence(manager: PagedKVCacheManager, seq_id: Hashable, state: Sequenc
 
 def describe_cache(manager: PagedKVCacheManager) -> tuple[CachedBlocks, list[int]]:
     """What the prefix cache holds, and the block of each entry; blocks that keys lie within are left out."""
-    manager._publish()
+    manager._publisher.publish()
     prefix = manager._prefix
     idle = manager._pool.evictable()
     in_use = np.flatnonzero(manager._pool.cached & (manager._pool.refs > 0)).tolist()
@@ -141,7 +141,7 @@ def take_cache(manager: PagedKVCacheManager, cached: CachedBlocks) -> Fills:
     What is cached already stays as it is, and nothing is evicted. Raises TransferMismatchError if a digest is not that
     of its tokens; nothing has changed then.
     """
-    manager._publish()
+    manager._publisher.publish()
     pool, prefix = manager._pool, manager._prefix
     wanted = []
     for i, (group, digest) in enumerate(zip(cached.groups.tolist(), cached.digests, strict=True)):

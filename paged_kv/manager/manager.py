@@ -31,6 +31,7 @@ from .growth import Growth
 from .pins import Pin, Pins
 from .pool import BlockPool
 from .prefix import Match, PrefixCache
+from .publish import Publisher
 from .stats import Stats, collect
 from .swap import Swapper
 from .tables import UNLIMITED, SequenceTables
@@ -117,8 +118,8 @@ class PagedKVCacheManager:
             if prefix_cache
             else None
         )
-        self._growth = Growth(self._pool, self._tables, self._prefix, self._recorder, self._publish)
-        self._unpublished = False  # whether a commit may have left blocks to publish
+        self._publisher = Publisher(self._pool, self._tables, self._prefix, self._recorder)
+        self._growth = Growth(self._pool, self._tables, self._prefix, self._recorder, self._publisher.publish)
         self._swapper = Swapper(num_host_blocks, self._pool, self._tables, self._prefix)
         self._pins = Pins(num_blocks // 2 if pin_budget is None else pin_budget, clock)
         self._admissions = Admissions(self._pool, self._tables, self._prefix, self.windows, identity)
@@ -145,7 +146,7 @@ class PagedKVCacheManager:
 
         Raises DuplicateSequenceError if `seq_id` is held, ValueError. Refusals change nothing.
         """
-        self._publish()
+        self._publisher.publish()
         if seq_id in self._tables:
             raise DuplicateSequenceError(seq_id, "is admitted already")
         if chunk_size is not None and chunk_size < 1:
@@ -176,7 +177,7 @@ class PagedKVCacheManager:
         Whoever appends first to a shared partial block gets a copy of it; lookahead blocks stay with the
         parent. Raises UnknownSequenceError, or DuplicateSequenceError if `child_id` is held.
         """
-        self._publish()
+        self._publisher.publish()
         parent = self._tables.row(seq_id)
         if child_id in self._tables:
             raise DuplicateSequenceError(child_id, "is admitted already")
@@ -195,7 +196,7 @@ class PagedKVCacheManager:
         of reordered sequences are let go. Raises UnknownSequenceError, DuplicateSequenceError (of seq_ids),
         ValueError.
         """
-        self._publish()
+        self._publisher.publish()
         tables = self._tables
         rows = tables.rows(seq_ids).tolist()
         if len(parents) != len(rows):
@@ -223,7 +224,7 @@ class PagedKVCacheManager:
 
         A second free raises UnknownSequenceError and changes nothing.
         """
-        self._publish()
+        self._publisher.publish()
         if seq_id in self._tables.away:
             self._swapper.free(seq_id)
             return
@@ -236,7 +237,7 @@ class PagedKVCacheManager:
 
         Its digests are remembered, and what it finds in the cache then is not counted as a hit.
         """
-        self._publish()
+        self._publisher.publish()
         row = self._tables.row(seq_id)
         self._admissions.remember_held(seq_id, row)
         self._recorder.counters.preempted += 1
@@ -302,11 +303,11 @@ class PagedKVCacheManager:
                     f" {most[i]}, not {lengths[i]}"
                 )
         tables.computed_len[rows] = lengths
-        self._unpublished = self._prefix is not None
+        self._publisher.pending = self._prefix is not None
         for group, window in enumerate(self.windows):
             if window is not None:
-                self._publish()
-                self._slide(seq_ids, rows, group, window)
+                self._publisher.publish()
+                self._publisher.slide(seq_ids, rows, group, window)
 
     def rollback(self, seq_ids: Sequence[Hashable], seq_lens: Sequence[int] | np.ndarray) -> None:
         """Cuts each of the distinct sequences to its first `seq_lens` tokens; lookahead blocks are let go
@@ -318,7 +319,7 @@ class PagedKVCacheManager:
         blocks that are behind a window by now; UnknownSequenceError, SwappedSequenceError,
         DuplicateSequenceError, ValueError; nothing has changed then.
         """
-        self._publish()
+        self._publisher.publish()
         tables, size = self._tables, self.block_size
         rows = tables.rows(seq_ids)
         lengths = parse_lengths("seq_lens", seq_lens, len(rows))
@@ -383,7 +384,7 @@ class PagedKVCacheManager:
             PinBudgetError
         (needed, left) and changes nothing if that is more than the budget has left.
         """
-        self._publish()
+        self._publisher.publish()
         self.expire_pins()
         match = Match.empty(len(self.windows))
         chain = self._admissions.chain(tokens, keys)
@@ -407,7 +408,7 @@ class PagedKVCacheManager:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content, as after new weights; what runs now is not published any more."""
-        self._publish()
+        self._publisher.publish()
         if self._prefix is None:
             return
         for pin in list(self._pins.blocks):
@@ -433,7 +434,7 @@ class PagedKVCacheManager:
         OutOfHostBlocksError (needed, free), UnknownSequenceError, SwappedSequenceError,
         DuplicateSequenceError; then nothing has changed.
         """
-        self._publish()
+        self._publisher.publish()
         pairs = self._swapper.out(seq_ids)
         self._recorder.counters.swapped_out += len(pairs)
         if self._recorder.subscribers:
@@ -448,7 +449,7 @@ class PagedKVCacheManager:
         Raises OutOfBlocksError (needed, free) if that does not fit, UnknownSequenceError,
         ResidentSequenceError, DuplicateSequenceError; then nothing has changed.
         """
-        self._publish()
+        self._publisher.publish()
         self.expire_pins()
         pairs = self._swapper.back(seq_ids)
         self._tables.room[:] = 0  # what comes back may share a block that another sequence was writing
@@ -511,7 +512,7 @@ class PagedKVCacheManager:
     @property
     def num_available_blocks(self) -> int:
         """Blocks that could be handed out now: free ones and evictable ones."""
-        self._publish()
+        self._publisher.publish()
         return self._pool.num_available
 
     def holders(self) -> np.ndarray:
@@ -559,58 +560,6 @@ class PagedKVCacheManager:
                 self._recorder.emit(Dropped(seq_id, group, max(start, first), int(tables.num_blocks[row])))
         self._pool.drop(tables.held_backwards(row, start))
         tables.num_blocks[row] = start
-
-    def _publish(self) -> None:
-        """Tells the prefix cache of all blocks that are full of computed, known tokens, the oldest sequence first.
-
-        It is put off from `commit` to the calls that depend on it: a decode step pays nothing for it, and a sequence's
-        blocks come in one go.
-        """
-        if not self._unpublished:
-            return
-        self._unpublished = False
-        tables = self._tables
-        seq_ids = list(tables.row_of)
-        rows = np.array(list(tables.row_of.values()), np.int64)
-        full = np.minimum(tables.computed_len[rows], tables.known_len[rows]) // self.block_size
-        for i in (full > tables.num_named[rows]).nonzero()[0].tolist():
-            self._publish_row(seq_ids[i], int(rows[i]), int(full[i]))
-
-    def _publish_row(self, seq_id: Hashable, row: int, stop: int) -> None:
-        tables, prefix, chain = self._tables, self._prefix, self._tables.chains[row]
-        start = int(tables.num_named[row])
-        blocks = tables.blocks[:, row, start:stop].tolist()
-        first, last = blocks[0][0], blocks[0][-1]
-        if last - first == stop - start - 1 and blocks[0] == list(range(first, last + 1)):
-            tokens = prefix.tokens[first : last + 1]  # neighbours are read as they lie
-        else:
-            tokens = prefix.tokens[blocks[0]]
-        chain.name(tokens.tobytes(), start, stop - start)
-        for group, group_blocks in enumerate(blocks):
-            twins = prefix.store(chain, group, group_blocks, start)
-            if twins:
-                self._merge(seq_id, row, group, twins)
-        tables.num_named[row] = stop
-
-    def _merge(self, seq_id: Hashable, row: int, group: int, twins: list[tuple[int, int]]) -> None:
-        """Lets the row's table name the blocks that hold the same content already: (place, block)."""
-        places = [place for place, _ in twins]
-        known = [block for _, block in twins]
-        self._pool.hold(np.array(known))
-        self._pool.drop(self._tables.blocks[group, row, places])
-        for place, block in twins:
-            self._set(seq_id, group, place, [block])
-
-    def _slide(self, seq_ids: Sequence[Hashable], rows: np.ndarray, group: int, window: int) -> None:
-        """Lets go of the blocks that no token after the computed ones sees through the window."""
-        tables = self._tables
-        needed = np.maximum(0, tables.computed_len[rows] - window + 1) // self.block_size
-        for i in np.flatnonzero(needed > tables.first_block[group, rows]).tolist():
-            row, old, new = int(rows[i]), int(tables.first_block[group, rows[i]]), int(needed[i])
-            self._pool.drop(tables.blocks[group, row, old:new])
-            tables.first_block[group, row] = new
-            if self._recorder.subscribers:
-                self._recorder.emit(Dropped(seq_ids[i], group, old, new))
 
     def _open(self, seq_id: Hashable, chain: TokenChain, match: Match, num_tokens: int) -> None:
         """A row that starts with the cached prefix `match`."""
