@@ -20,6 +20,7 @@ class Block:
     content: tuple | None = None  # (group, text) under which the cache finds it
     is_free: bool = False
     version: int = 0  # changes when its content is given up
+    filled: int = 0  # of a host block: tokens that it has for certain
 
 
 @dataclass(eq=False)
@@ -405,12 +406,22 @@ class Model:
         seqs = [self.resident(seq_id) for seq_id in seq_ids]
         copies = {seq_id: self.copy_of(seq) for seq_id, seq in zip(seq_ids, seqs, strict=True)}
         distinct = dict.fromkeys(b for seq in copies.values() for blocks in seq.blocks for b in blocks if b)
-        missing = [block for block in distinct if self.twin_of(block) is None]
+        for seq in copies.values():
+            for blocks in seq.blocks:
+                for place, block in enumerate(blocks):
+                    if block:
+                        tokens = min(self.size, len(seq.tokens) - place * self.size)
+                        distinct[block] = max(distinct[block] or 0, tokens)
+        missing = [
+            block
+            for block, tokens in distinct.items()
+            if self.twin_of(block) is None or self.twin_of(block).filled < tokens
+        ]
         if len(missing) > self.host_free:
             raise errors.OutOfHostBlocksError(len(missing), self.host_free)
         twins = {block: self.twin_of(block) for block in distinct}
         for block in missing:
-            twins[block] = Block(holders=0)
+            twins[block] = Block(holders=0, filled=distinct[block])
             self.host_free -= 1
             self.twins = [(d, v, h) for d, v, h in self.twins if d is not block]
             self.twins.append((block, block.version, twins[block]))

@@ -51,6 +51,19 @@ def test_what_is_shared_is_copied_once_and_stays_shared():
     m.check()
 
 
+@pytest.mark.parametrize("tokens", [[10], [10, 11], [10, 11, 12]])
+def test_a_block_that_was_written_to_since_its_twin_left_is_copied_again(tokens):
+    m = opened()
+    m.fork("a", "b")
+    m.swap_out(["a"])
+    assert m.append(["b"], [tokens]).block_copies == []
+    last = m.block_tables(["b"])[0, 2:].tolist()
+    assert [source for source, _ in m.swap_out(["b"])] == last
+    m.check()
+    assert len(m.swap_in(["a", "b"])) == 2 + 1 + len(last)
+    m.check()
+
+
 def test_sequences_that_leave_one_after_the_other_share_too():
     m = opened()
     m.fork("a", "b")

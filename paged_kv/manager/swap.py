@@ -6,6 +6,9 @@ copy: sequences that share a block share its host block too, even when they leav
     block
 that stayed on the device, held by others or found by the prefix cache, is held again instead of copied back.
 
+A partial block may be written to behind its tokens while it has a twin: the twin lacks those, so it is none to a
+sequence that has more tokens there than were copied.
+
     host_of[b] = h   <=>   device_of[h] = (b, generation of b when it was copied)
     ref_count[h] = number of entries of swapped sequences that name h
 """
@@ -41,6 +44,7 @@ class Swapper:
         self.prefix = prefix
         self.host_of: dict[int, int] = {}
         self.device_of: dict[int, tuple[int, int]] = {}
+        self.num_filled = [0] * num_host_blocks  # tokens that each host block has for certain
         if prefix is not None:
             self.tokens = np.zeros((num_host_blocks, prefix.block_size), np.int32)
 
@@ -49,8 +53,8 @@ class Swapper:
         tables, host = self.tables, self.host
         rows = tables.rows(seq_ids).tolist()
         saved = [tables.save(row) for row in rows]
-        distinct = dict.fromkeys(block for entry in saved for blocks in entry.blocks for block in blocks)
-        host_of = {block: self._host_twin(block) for block in distinct}
+        num_filled = self._count_filled(saved)
+        host_of = {block: self._host_twin(block, count) for block, count in num_filled.items()}
         missing = [block for block, twin in host_of.items() if twin is None]
         if len(missing) > host.num_available:
             raise OutOfHostBlocksError(len(missing), host.num_available)
@@ -61,6 +65,7 @@ class Swapper:
         for block, twin in zip(missing, taken, strict=True):
             host_of[block] = twin
             self._join(block, twin)
+            self.num_filled[twin] = num_filled[block]
         if self.prefix is not None:
             self.tokens[taken] = self.prefix.tokens[missing]
         for seq_id, row, entry in zip(seq_ids, rows, saved, strict=True):
@@ -122,6 +127,17 @@ class Swapper:
     def free(self, seq_id: Hashable) -> None:
         self._let_go(self.tables.away.pop(seq_id).flat_blocks())
 
+    def _count_filled(self, saved: list[SavedRow]) -> dict[int, int]:
+        """How many tokens the sequences have in each of their blocks."""
+        size, num_filled = self.tables.block_size, {}
+        for entry in saved:
+            last = (entry.seq_len - 1) % size + 1
+            for blocks in entry.blocks:
+                num_filled.update(dict.fromkeys(blocks[:-1], size))
+                for block in blocks[-1:]:
+                    num_filled[block] = max(num_filled.get(block, 0), last)
+        return num_filled
+
     def _saved(self, seq_id: Hashable) -> SavedRow:
         if seq_id in self.tables.row_of:
             raise ResidentSequenceError(seq_id)
@@ -155,6 +171,8 @@ class Swapper:
 
     def _join(self, block: int, twin: int) -> None:
         self._part(twin)
+        if block in self.host_of:
+            self._part(self.host_of[block])
         self.host_of[block] = twin
         self.device_of[twin] = (block, self.pool.generation[block])
 
@@ -163,9 +181,11 @@ class Swapper:
         if self.host_of.get(block) == twin:
             del self.host_of[block]
 
-    def _host_twin(self, block: int) -> int | None:
+    def _host_twin(self, block: int, num_tokens: int) -> int | None:
         twin = self.host_of.get(block)
-        return twin if twin is not None and self._device_twin(twin) == block else None
+        if twin is None or self._device_twin(twin) != block or self.num_filled[twin] < num_tokens:
+            return None
+        return twin
 
     def _device_twin(self, twin: int) -> int | None:
         block, generation = self.device_of.get(twin, (None, 0))
