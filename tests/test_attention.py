@@ -127,6 +127,16 @@ def test_blocks_before_the_window_are_never_read(backend) -> None:
     assert_same_bits(backend.ops.paged_attention(**inputs.args)[1], lse, "lse")
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_largest_window_hides_nothing(backend, causal) -> None:
+    """Not from rows before all keys either, whose positions are negative."""
+    inputs = make_inputs(Case(seqs=((20, 1), (3, 40)), causal=causal), backend.device)
+    out, lse = backend.ops.paged_attention(**inputs.args)
+    args = inputs.args | {"window": 2**63 - 1}
+    assert_same_bits(backend.ops.paged_attention(**args)[0], out, "out")
+    assert_same_bits(backend.ops.paged_attention(**args)[1], lse, "lse")
+
+
 def test_two_sequences_may_share_blocks(backend) -> None:
     case = Case(seqs=((1, 45), (1, 45)), dtype=torch.float32)
     inputs = make_inputs(case, backend.device)

@@ -7,6 +7,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <limits>
 #include <tuple>
 
 #include "bindings/checks.h"
@@ -159,7 +160,7 @@ void run_paged_attention(const DeviceInterface& device, const Checks& checks, co
       .table_width = a.block_tables.size(1),
       .max_query_len = a.max_query_len,
       .max_seq_len = a.max_seq_len,
-      .window = a.window,
+      .window = std::min<int64_t>(a.window, std::numeric_limits<int32_t>::max()),  // more hides nothing
       .scale = static_cast<float>(a.scale),
       .softcap = static_cast<float>(a.softcap),
       .causal = a.causal,
