@@ -50,8 +50,8 @@ class PlainRead:
     def of_blocks(self, caches: list[Tensor], blocks: Tensor) -> tuple[Callable[[], None], int]:
         """A function that reads these blocks of every cache [N, Hkv, B, D], and how many bytes that is.
 
-        The blocks are read in the order given, one after the other; within a block, heads that are not neighbours in
-        memory are pieces of their own.
+        The blocks are read in the order given, keys and values in turn; where heads are not neighbours in memory, one
+        head after the other.
         """
         starts = []
         for cache in caches:
@@ -59,10 +59,10 @@ class PlainRead:
             size = cache.element_size()
             in_one_piece = cache.stride(0) == num_heads * block_size * head_dim
             heads = torch.zeros(1, dtype=torch.int64) if in_one_piece else torch.arange(num_heads)
-            offsets = blocks.long()[:, None] * cache.stride(0) + heads * cache.stride(1)
-            starts.append((cache.data_ptr() + offsets.flatten() * size).view(len(blocks), -1))
+            offsets = heads[:, None] * cache.stride(1) + blocks.long() * cache.stride(0)
+            starts.append(cache.data_ptr() + offsets * size)
             piece = (num_heads if in_one_piece else 1) * block_size * head_dim * size
-        pieces = torch.stack(starts, dim=1).flatten().contiguous()
+        pieces = torch.stack(starts, dim=2).flatten().contiguous()  # [heads, blocks, caches]
         assert piece % 256 == 0, "pieces of a multiple of 256 bytes"
         return lambda: self._read(pieces.data_ptr(), pieces.numel(), piece), pieces.numel() * piece
 
