@@ -1,7 +1,7 @@
 """The prefix cache: finds the blocks that hold a prompt's beginning already.
 
     blocks[group][digest] = b   <=>   is_cached[b], digest_of[b] = digest, group_of[b] = group
-    digest_of[b] is the chain digest of tokens[b]
+    digest_of[b] is the chain digest of tokens[b] after parent_of[b]     for cached b; else it is an old one
 
 `tokens` shadows the cache tensors, one id where they have a key and a value: a slot's token is written there
     when the
@@ -202,20 +202,16 @@ class PrefixCache:
     def forget(self, blocks: list[int]) -> None:
         """The content of these blocks is no longer found; `is_cached` is the pool's to clear."""
         digest_of, group_of, cached_in = self.digest_of, self.group_of, self.blocks
-        digests = []
         for block in blocks:
-            digest = digest_of[block]
-            digest_of[block] = None
-            del cached_in[group_of[block]][digest]
-            digests.append(digest)
+            del cached_in[group_of[block]][digest_of[block]]
         self.recorder.counters.evicted += len(blocks)
         if self.continuations is not None:
-            for block, digest in zip(blocks, digests, strict=True):
-                if not any(digest in cached for cached in self.blocks):
-                    self._forget_continuation(self.parent_of[block], digest)
+            for block in blocks:
+                if not any(digest_of[block] in cached for cached in cached_in):
+                    self._forget_continuation(self.parent_of[block], digest_of[block])
         if self.recorder.subscribers:
-            for block, digest in zip(blocks, digests, strict=True):
-                self.recorder.emit(Evicted(self.group_of[block], block, digest))
+            for block in blocks:
+                self.recorder.emit(Evicted(group_of[block], block, digest_of[block]))
 
     def _note_continuation(self, chain: TokenChain, place: int) -> None:
         if not (chain.keys and chain.keys_within(place)):
@@ -235,9 +231,8 @@ class PrefixCache:
             for digest, block in cached.items():
                 expect(self.digest_of[block] == digest, "a block is found under its own digest")
                 expect(self.group_of[block] == group, "a block is found in its own group")
-        named = [block for block, digest in enumerate(self.digest_of) if digest is not None]
-        expect(named == np.flatnonzero(self.pool.cached).tolist(), "is_cached marks the blocks with a digest")
-        expect(len(named) == sum(map(len, self.blocks)), "a block with a digest is found under it")
+                expect(self.pool.is_cached[block], "is_cached marks the blocks that are found")
+        expect(int(self.pool.cached.sum()) == sum(map(len, self.blocks)), "and no others")
         for parent, siblings in (self.continuations or {}).items():
             for digest in siblings:
                 blocks = [cached[digest] for cached in self.blocks if digest in cached]
