@@ -1,4 +1,4 @@
-"""`python -m bench`: attention, the block manager and replays. Each also runs alone: `python -m bench.attention --help`."""
+"""`python -m bench`: every benchmark, one after another. Each also runs alone: `python -m bench.attention --help`."""
 
 from . import attention, manager, manager_peers, replay
 
