@@ -1,11 +1,10 @@
 """The names of full blocks: a SHA-256 chain, equal in every process.
 
     root      = sha256(identity of the cache | keys of the whole sequence)
-    digest[i] = sha256(digest[i - 1], or root | tokens of block i as little-endian int32 | keys within block
-    i)
+    digest[i] = sha256(digest[i - 1], or root | tokens of block i as little-endian int32 | keys within block i)
 
-so a digest names a block's tokens, everything before them and everything else that gave them their meaning.
-Fields of variable length carry their length, so that no two different inputs become the same bytes.
+so a digest names a block's tokens, everything before them and everything else that gave them their meaning. Fields of
+variable length carry their length, so that no two different inputs become the same bytes.
 """
 
 from __future__ import annotations

@@ -167,11 +167,9 @@ class Growth:
         tables.num_blocks[row] = start + count
 
     def plan_copies(self, rows: list[int]) -> tuple[Places, Places]:
-        """What must happen before the rows write into their partial last blocks: (group, row, place in the
-        table).
+        """What must happen before the rows write into their partial last blocks.
 
-        First the blocks to copy because others hold them, then those that only the prefix cache still finds:
-            these may
+        First the blocks to copy because others hold them, then those that only the prefix cache still finds: these may
         be copied, or else overwritten and forgotten.
         """
         ref_count, is_cached = self.pool.ref_count, self.pool.is_cached

@@ -1,8 +1,8 @@
 """The block manager: which block holds which token of which sequence. It touches no tensor.
 
-A call returns what has to be done to the cache tensors (slots to write, blocks to copy or swap), and the
-caller lets the ops do it in the order of the calls, before anything else is written. Every call is all or
-nothing: it plans first, raises or refuses there, and only then changes anything.
+A call returns what has to be done to the cache tensors (slots to write, blocks to copy or swap), and the caller lets
+the ops do it in the order of the calls, before anything else is written. Every call is all or nothing: it plans first,
+raises or refuses there, and only then changes anything.
 
 Invariants, which `check` verifies together with those of pool.py, tables.py, prefix.py and swap.py:
 
@@ -10,8 +10,7 @@ Invariants, which `check` verifies together with those of pool.py, tables.py, pr
     blocks[g][digest[i]] = table[g][i]     for each named block i of a sequence: equal content is one block
     a block is written only by its one holder, and never while the prefix cache finds it
 
-so only the block of a sequence's last token can need a copy before the next write: all others are full or its
-own.
+so only the block of a sequence's last token can need a copy before the next write: all others are full or its own.
 """
 
 from __future__ import annotations
@@ -57,12 +56,10 @@ class Step(NamedTuple):
 class PagedKVCacheManager:
     """Block tables over a pool of `num_blocks` blocks of `block_size` slots.
 
-    windows: one entry for each group of layers: None for full attention, else the sliding window in tokens.
-        Every group has its own block table and draws on the same pool; a block serves the layers of one
-        group.
+    windows: one entry for each group of layers: None for full attention, else the sliding window in tokens. Every
+        group has its own block table and draws on the same pool; a block serves the layers of one group.
     prefix_cache: find prompts' beginnings among the full blocks that `commit` published.
-    identity: what cached content depends on besides tokens, the same for all sequences: model, revision,
-        dtype.
+    identity: what cached content depends on besides tokens, the same for all sequences: model, revision, dtype.
     partial_hits: let a prompt also reuse the beginning of one more cached block, through a copy of it.
     num_host_blocks: blocks that `swap_out` may fill.
     pin_budget: blocks that pins may keep from eviction; half the pool by default.
@@ -136,9 +133,8 @@ class PagedKVCacheManager:
     ) -> Admission:
         """Opens sequence `seq_id` if the prompt `tokens` (ids, or their number) fits now; see Admission.
 
-        The sequence starts with its cached prefix only, at most all of the prompt but one token; `append`
-        adds the other tokens, at once or in chunks. What it would take from the evictable blocks counts as
-        taken.
+        The sequence starts with its cached prefix only, at most all of the prompt but one token; `append` adds the
+        other tokens, at once or in chunks. What it would take from the evictable blocks counts as taken.
 
         keys: what the content depends on besides tokens (salt, adapter, media).
         chunk_size: most tokens that will be appended between two commits, if the prompt is to be prefilled in
@@ -191,10 +187,9 @@ class PagedKVCacheManager:
     def reorder(self, seq_ids: Sequence[Hashable], parents: Sequence[Hashable]) -> None:
         """The beam step: sequence `seq_ids[i]` goes on from what `parents[i]` holds now, for all i at once.
 
-        Beams that are nobody's parent lose their content, and its blocks are free where nobody shares them. A
-        parent may stand several times, and may be a sequence that is not reordered itself. Lookahead blocks
-        of reordered sequences are let go. Raises UnknownSequenceError, DuplicateSequenceError (of seq_ids),
-        ValueError.
+        Beams that are nobody's parent lose their content, and its blocks are free where nobody shares them. A parent
+        may stand several times, and may be a sequence that is not reordered itself. Lookahead blocks of reordered
+        sequences are let go. Raises UnknownSequenceError, DuplicateSequenceError (of seq_ids), ValueError.
         """
         self._publisher.publish()
         tables = self._tables
@@ -350,14 +345,11 @@ class PagedKVCacheManager:
         tables.known_len[rows[lengths <= tables.known_len[rows]]] = UNLIMITED
 
     def allocate_token_slot(self, seq_id: Hashable, current_seq_len: int) -> int:
-        """The block that holds token number `current_seq_len` (counted from 1) of `seq_id`, in the first
-        group.
+        """The block that holds token number `current_seq_len` (counted from 1) of `seq_id`, in the first group.
 
-        The smallest useful call: number 1 of an unknown sequence opens it, and the number after its last
-            token
+        The smallest useful call: number 1 of an unknown sequence opens it, and the number after its last token
         appends one, so that counting up gives each token its block. Raises ValueError for any other number,
-        OutOfBlocksError, and SharedBlockError where the append would need a block copy; nothing has changed
-        then.
+        OutOfBlocksError, and SharedBlockError where the append would need a block copy; nothing has changed then.
         """
         tables, size, current_seq_len = self._tables, self.block_size, index(current_seq_len)
         opened = current_seq_len == 1 and seq_id not in tables
@@ -380,8 +372,7 @@ class PagedKVCacheManager:
     def pin(self, tokens: Tokens, *, keys: Sequence[ContentKey] = (), seconds: float | None = None) -> Pin:
         """Keeps the cached full blocks of this prefix from eviction, for `seconds` or until `unpin`.
 
-        The answer tells how many tokens are pinned: what is not cached now can't be (0 then). Raises
-            PinBudgetError
+        The answer tells how many tokens are pinned: what is not cached now can't be (0 then). Raises PinBudgetError
         (needed, left) and changes nothing if that is more than the budget has left.
         """
         self._publisher.publish()

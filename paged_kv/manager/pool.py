@@ -3,8 +3,8 @@
 Every block is in exactly one of three states:
 
     free        nobody holds it and nobody can find it
-    evictable   nobody holds it, but the prefix cache still finds its content: handed out when nothing is
-    free in use      ref_count >= 1 holders (sequences, pins)
+    evictable   nobody holds it, but the prefix cache still finds its content: handed out when nothing is free
+    in use      ref_count >= 1 holders (sequences, pins)
 
 Invariants, which `check` verifies:
 
@@ -14,10 +14,9 @@ Invariants, which `check` verifies:
     extent_free[e] = number of free blocks in extent e
     e in whole  <=>  all blocks of e are free;   0 < extent_free[e] < size of e  =>  e in broken
 
-Blocks are handed out in runs of consecutive ids: the pool is cut into extents of RUN blocks, a sequence
-starts in a whole extent and grows into its rest, and broken extents are used up only when no whole one is
-left. Each step is O(1) per block. Lists are emptied lazily: an entry that is no longer true is dropped when
-it comes up.
+Blocks are handed out in runs of consecutive ids: the pool is cut into extents of RUN blocks, a sequence starts in a
+whole extent and grows into its rest, and broken extents are used up only when no whole one is left. Each step is O(1)
+per block. Lists are emptied lazily: an entry that is no longer true is dropped when it comes up.
 """
 
 from __future__ import annotations
@@ -201,8 +200,7 @@ class BlockPool:
         self.num_evictable += len(ids)
 
     def _compact(self) -> None:
-        """Moves the true entries to the front. Frees at least half the queue, so each entry pays for O(1)
-        of it."""
+        """Moves the true entries to the front. Frees at least half the queue, so each entry pays for O(1) of it."""
         ids = np.array(self.evictable(), np.int64)
         self._head, self._tail = 0, len(ids)
         self._queue_view[: len(ids)] = ids

@@ -3,10 +3,8 @@
     blocks[group][digest] = b   <=>   is_cached[b], digest_of[b] = digest, group_of[b] = group
     digest_of[b] is the chain digest of tokens[b] after parent_of[b]     for cached b; else it is an old one
 
-`tokens` shadows the cache tensors, one id where they have a key and a value: a slot's token is written there
-    when the
-slot is given out and moves with every block copy. It is what a full block is hashed from, and what a hit is
-verified with.
+`tokens` shadows the cache tensors, one id where they have a key and a value: a slot's token is written there when the
+slot is given out and moves with every block copy. It is what a full block is hashed from and a hit is verified with.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Swap: sequences move to host blocks and back, and what they share stays shared.
 
-A host block and the device block it was copied from are twins while both keep that content. A twin needs no
-second
-copy: sequences that share a block share its host block too, even when they leave one after the other, and a
-    block
-that stayed on the device, held by others or found by the prefix cache, is held again instead of copied back.
+A host block and the device block it was copied from are twins while both keep that content. A twin needs no second
+copy: sequences that share a block share its host block too, even when they leave one after the other, and a block that
+stayed on the device, held by others or found by the prefix cache, is held again instead of copied back.
 
 A partial block may be written to behind its tokens while it has a twin: the twin lacks those, so it is none to a
 sequence that has more tokens there than were copied.

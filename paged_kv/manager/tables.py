@@ -1,17 +1,14 @@
 """The block tables: one row a sequence, in arrays that grow in place; a batch of rows is one numpy gather.
 
-Layers may be split into groups (full attention, windows of several lengths). Every group has its own table of
-the same width: entry `position // block_size` of group g names the block that holds that position for g's
-    layers.
+Layers may be split into groups (full attention, windows of several lengths). Every group has its own table of the same
+width: entry `position // block_size` of group g names the block that holds that position for g's layers.
 
     first_block[g] <= place < num_blocks           for every block that a row holds in group g
     num_named * block_size <= computed_len <= seq_len <= num_blocks * block_size
-    room > 0  =>  the next `room` tokens go to next_slot and the slots after it, in a block that nobody else
-    reads
+    room > 0  =>  the next `room` tokens go to next_slot and the slots after it, in a block that nobody else reads
 
-`room` is what makes decode cheap: where it is not 0, nothing has to be asked before a token gets its slot. It
-    may be
-0 at any time, and is whenever a call could have changed whose block that is; the next append finds out again.
+`room` is what makes decode cheap: where it is not 0, nothing has to be asked before a token gets its slot. It may be 0
+at any time, and is whenever a call could have changed whose block that is; the next append finds out again.
 
 Entries outside [first_block, num_blocks) hold 0 or an old id: they are never read as a holding.
 """
