@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paged_kv.errors import PinBudgetError
+from paged_kv.errors import OutOfBlocksError, PinBudgetError
 from paged_kv.manager import AdmissionStatus, ContentKey, PagedKVCacheManager, chain
 
 TOKENS = list(range(100, 120))
@@ -398,3 +398,19 @@ def test_token_ids_are_checked(tokens, error, match):
     with pytest.raises(error, match=match):
         m.append(["a"], [tokens])
     assert m.seq_len("a") == 0
+
+
+def test_equal_blocks_that_meet_when_room_is_short_are_not_written():
+    m = manager(num_blocks=3)
+    m.admit("a", TOKENS[:9])
+    m.append(["a"], [TOKENS[:4]])
+    m.fork("a", "b")
+    m.append(["a", "b"], [TOKENS[4:8]] * 2)
+    m.commit(["a"])
+    m.rollback(["a"], [6])  # into a block that the cache finds, and so far only a holds
+    m.commit(["b"])
+    with pytest.raises(OutOfBlocksError) as error:
+        m.append(["a"], [[1, 2, 3]])  # b lets go of its own block for a's, which then is no longer a's alone
+    assert (error.value.needed, error.value.free) == (2, 1)
+    m.check()
+    assert m.block_tables(["b"])[0].tolist() == m.block_tables(["a"])[0].tolist()
