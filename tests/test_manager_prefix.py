@@ -414,3 +414,14 @@ def test_equal_blocks_that_meet_when_room_is_short_are_not_written():
     assert (error.value.needed, error.value.free) == (2, 1)
     m.check()
     assert m.block_tables(["b"])[0].tolist() == m.block_tables(["a"])[0].tolist()
+
+
+def test_tokens_that_were_rolled_back_name_nothing_after_a_preemption():
+    m = manager()
+    serve(m, "a", TOKENS[:8])
+    m.rollback(["a"], [4])
+    m.append(["a"], [[1, 2, 3, 4]])
+    m.preempt("a")
+    assert serve(m, "a", [*TOKENS[:4], 1, 2, 3, 4, 5]) == 4
+    assert m.admit("b", [*TOKENS[:8], 5]).num_cached_tokens == 8
+    assert m.admit("c", [*TOKENS[:4], 1, 2, 3, 4, 5]).num_cached_tokens == 8
