@@ -275,14 +275,12 @@ class PagedKVCacheManager:
         return Step(slots, block_copies)
 
     def commit(self, seq_ids: Sequence[Hashable], seq_lens: Sequence[int] | np.ndarray | None = None) -> None:
-        """Says that the keys and values of each sequence's tokens are computed, the first `seq_lens` or by
-        default all.
+        """Says that keys and values of each sequence's tokens are computed, of the first `seq_lens` or else of all.
 
-        Full blocks of them are published in the prefix cache. A block whose content the cache holds already
-        is let go and the table names the other one instead, so fetch tables after a commit, not before.
-        Blocks that no later token can see through a group's window are let go too. Tokens that may be taken
-        back (drafts) are committed once they are accepted, after `rollback`. Committing before the step runs
-        lets other sequences of the same step hit, as keys and values are written before they are read.
+        Full blocks of them can be found from then on. One whose content the cache holds already is let go, and the
+        table names the other one instead. That is put off to the next call that depends on it, so fetch the tables of
+        a step after its last other call. Blocks that no later token can see through a group's window are let go too.
+        Tokens that may be taken back (drafts) are committed once they are accepted, after `rollback`.
 
         Raises UnknownSequenceError, SwappedSequenceError, DuplicateSequenceError; ValueError for a length
         beyond seq_len or below what was committed.
@@ -305,11 +303,9 @@ class PagedKVCacheManager:
                 self._publisher.slide(seq_ids, rows, group, window)
 
     def rollback(self, seq_ids: Sequence[Hashable], seq_lens: Sequence[int] | np.ndarray) -> None:
-        """Cuts each of the distinct sequences to its first `seq_lens` tokens; lookahead blocks are let go
-        too.
+        """Cuts each of the distinct sequences to its first `seq_lens` tokens; lookahead blocks are let go too.
 
-        A block that others hold or the prefix cache finds is not changed: the next append copies it if it has
-            to.
+        A block that others hold or the prefix cache finds is not changed: the next append copies it if it has to.
         Raises RollbackError (lowest, highest) for a length beyond seq_len, or one whose next token would see
         blocks that are behind a window by now; UnknownSequenceError, SwappedSequenceError,
         DuplicateSequenceError, ValueError; nothing has changed then.
