@@ -26,7 +26,7 @@ demo: $(VENV)/built
 		"What is the capital of France?" \
 		"Why is the sky blue?" \
 		"Write a haiku about the sea." \
-		"How do I boil an egg?" \
+		"Explain gravity to a child." \
 		"Name three uses of a paper clip."
 
 # Threads wait asleep: spinning, those of one process would hold up the others that share its cores.
