@@ -1,0 +1,270 @@
+// What the attention kernels share: which rows and keys a block works on, how a score becomes a weight's exponent, and
+// how finished or partial rows are written.
+//
+// Rows. The query heads of a group (those that read one kv head) are rows of one small matrix: row r of a sequence is
+// token r / group and head r % group of the group. A block works on a tile of neighbouring rows for one kv head, so
+// that it loads each key and value once for all of them.
+//
+// Splits. A sequence with few rows (decode) is divided over blocks by keys: split i holds positions
+// [i * kSplitKeys, (i + 1) * kSplitKeys), wherever the sequence, the batch or the device ends, so that a result depends
+// on nothing else. Each split's partial rows are merged in ascending order by attention_merge.cu. A sequence with many
+// rows is divided over blocks by tiles of rows. Which of the two a sequence is, its own query length says alone.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "elements.cuh"
+#include "fast_divide.cuh"
+#include "kernels.h"
+#include "launch.cuh"
+#include "page_table.cuh"
+#include "prefix_search.cuh"
+#include "softmax.cuh"
+#include "views.cuh"
+
+namespace paged_kv::cuda {
+
+// A split is read by one block: 512 keys of 128 bfloat16 are 256 KiB, about 14 us of a multiprocessor's share of an
+// H200's bandwidth, long beside the launch of a block, and the partial rows that it writes are 1 % of what it reads.
+inline constexpr int kSplitKeys = 512;
+
+// AttentionParams with what the host derives from them once.
+struct AttentionLaunch : AttentionParams {
+  FastDivide block_size_divide, group_divide;
+  int32_t window_keys;     // 0: no window
+  int32_t rows_per_tile;
+  int32_t max_split_rows;  // a sequence with at most so many rows per kv head is split
+  int32_t split_rows;      // rows of a split sequence that the partial buffers have room for
+  int32_t num_splits;      // of a sequence, at most
+  int64_t first_seq, end_seq;  // whose splits this launch works on
+  int64_t num_split_blocks;    // blocks [0, num_split_blocks) of the grid work on splits, the others on tiles
+  float* partial_out;          // [end_seq - first_seq, num_kv_heads, split_rows, num_splits, head_dim]
+  SoftmaxState* partial_state;  // [end_seq - first_seq, num_kv_heads, split_rows, num_splits]
+
+  __device__ int group() const { return static_cast<int>(group_divide.divisor); }
+};
+
+struct Sequence {
+  int64_t index;
+  int32_t first_token;  // in the packed tokens
+  int32_t query_len, seq_len;
+
+  __device__ Sequence(const AttentionLaunch& p, int64_t i)
+      : index(i),
+        first_token(p.query_start_loc[i]),
+        query_len(p.query_start_loc[i + 1] - p.query_start_loc[i]),
+        seq_len(p.seq_lens[i]) {}
+
+  __device__ int num_rows(const AttentionLaunch& p) const { return query_len * p.group(); }
+  __device__ bool is_split(const AttentionLaunch& p) const { return num_rows(p) <= p.max_split_rows; }
+  __device__ int position(int token) const { return seq_len - query_len + token; }
+
+  // Token i of the query sees the keys [first_key(i), end_key(i)), none if empty. Both never fall with i.
+  __device__ int first_key(const AttentionLaunch& p, int token) const {
+    return p.window_keys == 0 ? 0 : max(0, position(token) - p.window_keys + 1);
+  }
+  __device__ int end_key(const AttentionLaunch& p, int token) const {
+    return p.causal ? position(token) + 1 : seq_len;
+  }
+
+  // The splits that any row sees a key of.
+  __device__ int first_split(const AttentionLaunch& p) const { return first_key(p, 0) / kSplitKeys; }
+  __device__ int end_split(const AttentionLaunch& p) const {
+    return ceil_divide(end_key(p, query_len - 1), kSplitKeys);
+  }
+};
+
+// One block's share.
+struct Work {
+  Sequence seq;
+  int kv_head;
+  int first_row, num_rows;
+  int first_key, end_key;  // what some row of the tile sees, within the split
+  int split;               // counted from the sequence's first; negative: the rows are finished, not partial
+
+  __device__ int token(const AttentionLaunch& p, int row) const {
+    return static_cast<int>(p.group_divide.divide(static_cast<uint32_t>(first_row + row)));
+  }
+};
+
+// The rows and keys that a block goes through, tile by tile.
+struct Share {
+  int64_t seq;
+  int first_row, end_row;  // no row: nothing to do
+  int first_key, end_key;  // of the split; all keys where the sequence is not split
+  int split;               // as in Work
+};
+
+__device__ inline Share find_share(const AttentionLaunch& p) {
+  constexpr Share kNothing{0, 0, 0, 0, 0, -1};
+  if (blockIdx.x < p.num_split_blocks) {
+    const int seq_in_launch = static_cast<int>(blockIdx.x) / p.num_splits;
+    const int split = static_cast<int>(blockIdx.x) % p.num_splits;
+    const Sequence seq(p, p.first_seq + seq_in_launch);
+    const int rows = seq.num_rows(p);
+    if (rows == 0 || !seq.is_split(p)) return kNothing;
+    const int first_split = seq.first_split(p), num_splits = seq.end_split(p) - first_split;
+    // Where no row sees a key, the first block still writes the rows.
+    if (split >= max(1, num_splits)) return kNothing;
+    const int first_key = (first_split + split) * kSplitKeys;
+    return {seq.index, 0, rows, first_key, first_key + kSplitKeys, num_splits <= 1 ? -1 : split};
+  }
+  const RunPosition at =
+      find_run(p.num_seqs, blockIdx.x - p.num_split_blocks, threadIdx.x % kWarpSize, [&](int64_t i) {
+        const Sequence seq(p, i);
+        return seq.is_split(p) ? 0 : ceil_divide(seq.num_rows(p), p.rows_per_tile);
+      });
+  if (at.run < 0) return kNothing;
+  // The last rows see most keys and start first, so that short tiles fill the end.
+  const int rows = Sequence(p, at.run).num_rows(p);
+  const int tile = ceil_divide(rows, p.rows_per_tile) - 1 - static_cast<int>(at.offset);
+  const int first_row = tile * p.rows_per_tile;
+  return {at.run, first_row, min(rows, first_row + p.rows_per_tile), 0, INT32_MAX, -1};
+}
+
+// Calls body(work) for each tile of this block, all threads alike.
+template <class Body>
+__device__ void for_each_tile(const AttentionLaunch& p, Body body) {
+  const Share share = find_share(p);
+  for (int row = share.first_row; row < share.end_row; row += p.rows_per_tile) {
+    Work work{Sequence(p, share.seq), static_cast<int>(blockIdx.y), row, min(p.rows_per_tile, share.end_row - row),
+              0, 0, share.split};
+    work.first_key = max(share.first_key, work.seq.first_key(p, work.token(p, 0)));
+    work.end_key = min(share.end_key, work.seq.end_key(p, work.token(p, work.num_rows - 1)));
+    body(work);
+    if (row + p.rows_per_tile < share.end_row) __syncthreads();  // before shared memory is written anew
+  }
+}
+
+// What a thread knows of a row of its tile.
+struct Row {
+  int first_key, end_key;  // that it sees
+  float position;
+  float slope;  // of ALiBi, 0 without
+
+  // Rows past the end of a tile repeat its last one, so that they mask nothing more; they are never written.
+  __device__ Row(const AttentionLaunch& p, const Work& work, int row) {
+    const int last = min(row, work.num_rows - 1), token = work.token(p, last);
+    first_key = work.seq.first_key(p, token);
+    end_key = work.seq.end_key(p, token);
+    position = static_cast<float>(work.seq.position(token));
+    const int head = work.kv_head * p.group() + (work.first_row + last - token * p.group());
+    slope = p.alibi_slopes == nullptr ? 0.0f : p.alibi_slopes[head];
+  }
+
+  __device__ bool sees(int key) const { return key >= first_key && key < end_key; }
+
+  // From q.k times all scales to the score, natural units.
+  __device__ float score(const AttentionLaunch& p, float product, int key) const {
+    if (p.softcap > 0.0f) product = p.softcap * tanhf(product / p.softcap);
+    return product + slope * (static_cast<float>(key) - position);
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Rows out
+
+struct FinishedRow {
+  float factor;  // the summed values times this are the output; 0 if the row saw no key
+  float lse;
+};
+
+__device__ inline FinishedRow finish(SoftmaxState state, const float* sink) {
+  if (state.d == 0.0f) return {0.0f, -INFINITY};
+  float factor = 1.0f;
+  if (sink != nullptr) {
+    factor = state.raise(*sink);
+    state.d += state.weight(*sink);
+  }
+  return {factor / state.d, state.base() + logf(state.d)};
+}
+
+// Writes one row of head_dim elements, called by a warp: values(d) are the summed values.
+template <class Values>
+__device__ void store_finished_row(const AttentionLaunch& p, int64_t token, int64_t head, const SoftmaxState& state,
+                                   int lane, Values values) {
+  const FinishedRow row = finish(state, p.sinks == nullptr ? nullptr : p.sinks + head);
+  auto store = [&](auto element) {
+    using T = decltype(element);
+    T* out = token_row<T>(p.out, token, head);
+    for (int d = lane; d < p.head_dim; d += kWarpSize) {
+      out[d] = from_float<T>(state.d == 0.0f ? 0.0f : values(d) * row.factor);
+    }
+  };
+  if (p.out.dtype == DType::kBFloat16) {
+    store(__nv_bfloat16{});
+  } else if (p.out.dtype == DType::kFloat16) {
+    store(__half{});
+  } else {
+    store(float{});
+  }
+  if (lane == 0) p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = row.lse;
+}
+
+// The index of a partial row in partial_state, and in partial_out when times head_dim.
+__device__ inline int64_t partial_index(const AttentionLaunch& p, int64_t seq, int64_t kv_head, int64_t row,
+                                        int64_t split) {
+  return (((seq - p.first_seq) * p.num_kv_heads + kv_head) * p.split_rows + row) * p.num_splits + split;
+}
+
+// Where warps that shared out the keys leave their rows. The padding spreads rows over the banks.
+template <int kKeyWarps_, int kRows_, int kHeadDim_>
+struct RowExchange {
+  static constexpr int kKeyWarps = kKeyWarps_, kRows = kRows_;
+  float out[kKeyWarps][kRows][kHeadDim_ + 8];
+  SoftmaxState state[kKeyWarps][kRows];
+};
+
+// Merges the key warps' rows in ascending order and writes them, a warp a row. Between the writing of `exchange` and
+// this call stands a barrier.
+template <class Exchange>
+__device__ void store_rows(const AttentionLaunch& p, const Work& work, const Exchange& exchange, int warp,
+                           int num_warps, int lane) {
+  for (int row = warp; row < work.num_rows; row += num_warps) {
+    SoftmaxState merged = exchange.state[0][row];
+    float weight[Exchange::kKeyWarps];
+    for (int i = 1; i < Exchange::kKeyWarps; ++i) merged.m = fmaxf(merged.m, exchange.state[i][row].m);
+    merged.d = 0.0f;
+    for (int i = 0; i < Exchange::kKeyWarps; ++i) {
+      weight[i] = merged.weight(exchange.state[i][row].m);
+      merged.d += exchange.state[i][row].d * weight[i];
+    }
+    auto value = [&](int d) {
+      float sum = 0.0f;
+      for (int i = 0; i < Exchange::kKeyWarps; ++i) sum += exchange.out[i][row][d] * weight[i];
+      return sum;
+    };
+    if (work.split >= 0) {
+      const int64_t index = partial_index(p, work.seq.index, work.kv_head, work.first_row + row, work.split);
+      for (int d = lane; d < p.head_dim; d += kWarpSize) p.partial_out[index * p.head_dim + d] = value(d);
+      if (lane == 0) p.partial_state[index] = merged;
+    } else {
+      const int token = work.token(p, row);
+      const int head = work.kv_head * p.group() + (work.first_row + row - token * p.group());
+      store_finished_row(p, work.seq.first_token + token, head, merged, lane, value);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Kernels
+
+// What a kernel needs from the host to be launched.
+struct AttentionKernel {
+  int split_rows;     // sequences with at most so many rows, or one token, are split
+  int rows_per_tile;  // that a block works on at once
+  Error (*launch)(const AttentionLaunch& p, dim3 grid, const Context& context);
+};
+
+// For these parameters' dtypes, head size and alignment; null where tensor cores cannot be used.
+const AttentionKernel* tensor_core_kernel(const AttentionParams& p);
+
+// For any parameters.
+const AttentionKernel& vector_kernel(const AttentionParams& p);
+
+// Merges the partial rows of split sequences.
+Error merge_splits(const AttentionLaunch& p, const Context& context);
+
+}  // namespace paged_kv::cuda

@@ -1,0 +1,30 @@
+// torch.ops.paged_kv_cuda_on_cpu: the ops of paged_kv over the CUDA backend's table, whose kernels run on fibers. Same
+// schemas, same checks, tensors on the CPU.
+#include <cstdlib>
+#include <cstring>
+
+#include "bindings/ops.h"
+#include "cuda/kernels.h"
+
+namespace paged_kv::bindings {
+namespace {
+
+// 0xff bytes, so that a partial result that nobody wrote is NaN.
+void* allocate(size_t bytes, void*) {
+  void* memory = std::malloc(bytes);
+  if (memory != nullptr) std::memset(memory, 0xff, bytes);
+  return memory;
+}
+void release(void* memory, void*) { std::free(memory); }
+
+Context context(c10::Device) { return {nullptr, 1, nullptr, allocate, release}; }
+
+}  // namespace
+
+TORCH_LIBRARY(paged_kv_cuda_on_cpu, library) { define_ops(library); }
+
+TORCH_LIBRARY_IMPL(paged_kv_cuda_on_cpu, CPU, library) {
+  register_backend(library, {.backend = cuda::backend, .context = context, .checks_values = [] { return true; }});
+}
+
+}  // namespace paged_kv::bindings
