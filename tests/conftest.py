@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 
+import cuda_on_cpu
 import pytest
 import torch
 
@@ -37,7 +38,8 @@ class Backend:
 
 
 def available_backends() -> list[Backend]:
-    return [Backend(f"cpu[{isa}]", isa=isa) for isa in paged_kv.build_info().isas_supported]
+    cpu = [Backend(f"cpu[{isa}]", isa=isa) for isa in paged_kv.build_info().isas_supported]
+    return [*cpu, Backend("cuda_on_cpu", ops=cuda_on_cpu.load_ops())]
 
 
 @pytest.fixture(params=available_backends(), ids=lambda backend: backend.name)

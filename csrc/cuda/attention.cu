@@ -1,9 +1,9 @@
 // paged_attention: chooses the kernel by dtypes, head size and alignment, and the grid by capacity alone (num_tokens,
 // num_seqs, max_query_len, max_seq_len), so that the host never waits for lengths and a CUDA graph can replay the call.
-#include "attention.cuh"
-
 #include <algorithm>
 #include <limits>
+
+#include "attention.cuh"
 
 namespace paged_kv::cuda {
 namespace {

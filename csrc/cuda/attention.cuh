@@ -33,14 +33,14 @@ inline constexpr int kSplitKeys = 512;
 // AttentionParams with what the host derives from them once.
 struct AttentionLaunch : AttentionParams {
   FastDivide block_size_divide, group_divide;
-  int32_t window_keys;     // 0: no window
+  int32_t window_keys;  // 0: no window
   int32_t rows_per_tile;
-  int32_t max_split_rows;  // a sequence with at most so many rows per kv head is split
-  int32_t split_rows;      // rows of a split sequence that the partial buffers have room for
-  int32_t num_splits;      // of a sequence, at most
-  int64_t first_seq, end_seq;  // whose splits this launch works on
-  int64_t num_split_blocks;    // blocks [0, num_split_blocks) of the grid work on splits, the others on tiles
-  float* partial_out;          // [end_seq - first_seq, num_kv_heads, split_rows, num_splits, head_dim]
+  int32_t max_split_rows;       // a sequence with at most so many rows per kv head is split
+  int32_t split_rows;           // rows of a split sequence that the partial buffers have room for
+  int32_t num_splits;           // of a sequence, at most
+  int64_t first_seq, end_seq;   // whose splits this launch works on
+  int64_t num_split_blocks;     // blocks [0, num_split_blocks) of the grid work on splits, the others on tiles
+  float* partial_out;           // [end_seq - first_seq, num_kv_heads, split_rows, num_splits, head_dim]
   SoftmaxState* partial_state;  // [end_seq - first_seq, num_kv_heads, split_rows, num_splits]
 
   __device__ int group() const { return static_cast<int>(group_divide.divisor); }
@@ -65,9 +65,7 @@ struct Sequence {
   __device__ int first_key(const AttentionLaunch& p, int token) const {
     return p.window_keys == 0 ? 0 : max(0, position(token) - p.window_keys + 1);
   }
-  __device__ int end_key(const AttentionLaunch& p, int token) const {
-    return p.causal ? position(token) + 1 : seq_len;
-  }
+  __device__ int end_key(const AttentionLaunch& p, int token) const { return p.causal ? position(token) + 1 : seq_len; }
 
   // The splits that any row sees a key of.
   __device__ int first_split(const AttentionLaunch& p) const { return first_key(p, 0) / kSplitKeys; }
@@ -111,11 +109,10 @@ __device__ inline Share find_share(const AttentionLaunch& p) {
     const int first_key = (first_split + split) * kSplitKeys;
     return {seq.index, 0, rows, first_key, first_key + kSplitKeys, num_splits <= 1 ? -1 : split};
   }
-  const RunPosition at =
-      find_run(p.num_seqs, blockIdx.x - p.num_split_blocks, threadIdx.x % kWarpSize, [&](int64_t i) {
-        const Sequence seq(p, i);
-        return seq.is_split(p) ? 0 : ceil_divide(seq.num_rows(p), p.rows_per_tile);
-      });
+  const RunPosition at = find_run(p.num_seqs, blockIdx.x - p.num_split_blocks, threadIdx.x % kWarpSize, [&](int64_t i) {
+    const Sequence seq(p, i);
+    return seq.is_split(p) ? 0 : ceil_divide(seq.num_rows(p), p.rows_per_tile);
+  });
   if (at.run < 0) return kNothing;
   // The last rows see most keys and start first, so that short tiles fill the end.
   const int rows = Sequence(p, at.run).num_rows(p);
@@ -129,8 +126,13 @@ template <class Body>
 __device__ void for_each_tile(const AttentionLaunch& p, Body body) {
   const Share share = find_share(p);
   for (int row = share.first_row; row < share.end_row; row += p.rows_per_tile) {
-    Work work{Sequence(p, share.seq), static_cast<int>(blockIdx.y), row, min(p.rows_per_tile, share.end_row - row),
-              0, 0, share.split};
+    Work work{Sequence(p, share.seq),
+              static_cast<int>(blockIdx.y),
+              row,
+              min(p.rows_per_tile, share.end_row - row),
+              0,
+              0,
+              share.split};
     work.first_key = max(share.first_key, work.seq.first_key(p, work.token(p, 0)));
     work.end_key = min(share.end_key, work.seq.end_key(p, work.token(p, work.num_rows - 1)));
     body(work);

@@ -1,6 +1,6 @@
-// Attention on the ordinary arithmetic units, for everything that tensor cores cannot do: float32, any head size and any
-// alignment. Float32 throughout. Lanes share the head's elements, so that a warp reads a key in one or few accesses; it
-// takes kStep keys at once for all rows of the tile, which makes one score for each lane.
+// Attention on the ordinary arithmetic units, for everything that tensor cores cannot do: float32, any head size and
+// any alignment. Float32 throughout. Lanes share the head's elements, so that a warp reads a key in one or few
+// accesses; it takes kStep keys at once for all rows of the tile, which makes one score for each lane.
 #include <type_traits>
 
 #include "attention.cuh"
@@ -118,7 +118,7 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
   // This lane's score is that of row lane / kStep and key lane % kStep of the step.
   const Row row(p, work, lane / kStep);
   const bool row_exists = lane / kStep < work.num_rows;
-  SoftmaxState state;  // d: this lane's share; a row's lanes have the same m
+  SoftmaxState state;                                     // d: this lane's share; a row's lanes have the same m
   const int first_step = work.first_key / kStep * kStep;  // at fixed positions, whatever the window hides
   for (int step = first_step + warp * kStep; step < work.end_key; step += Traits::kWarps * kStep) {
     Page pages[kStep] = {};
@@ -208,13 +208,12 @@ __global__ void __launch_bounds__(Traits::kThreads) vector_kernel_of(const __gri
 }
 
 template <class Traits>
-constexpr AttentionKernel kVectorKernel = {
-    .split_rows = 16,
-    .rows_per_tile = Traits::kRows,
-    .launch = [](const AttentionLaunch& p, dim3 grid, const Context& context) {
-      return launch(vector_kernel_of<Traits>, grid, Traits::kThreads, sizeof(typename Traits::SharedStorage), context,
-                    p);
-    }};
+constexpr AttentionKernel kVectorKernel = {.split_rows = 16,
+                                           .rows_per_tile = Traits::kRows,
+                                           .launch = [](const AttentionLaunch& p, dim3 grid, const Context& context) {
+                                             return launch(vector_kernel_of<Traits>, grid, Traits::kThreads,
+                                                           sizeof(typename Traits::SharedStorage), context, p);
+                                           }};
 
 template <class Cache>
 const AttentionKernel& kernel_for(const AttentionParams& p) {

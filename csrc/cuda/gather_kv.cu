@@ -70,8 +70,7 @@ template <class Piece, bool kDequantise, int kPack>
 Error gather(const GatherKvParams& p, const Context& context) {
   const unsigned grid = static_cast<unsigned>(ceil_divide<int64_t>(p.num_tokens, kWarps));
   return launch(gather_kernel<Piece, kDequantise, kPack>, grid, kThreads, 0, context, p,
-                FastDivide(static_cast<uint32_t>(p.block_size)),
-                FastDivide(static_cast<uint32_t>(p.head_dim / kPack)));
+                FastDivide(static_cast<uint32_t>(p.block_size)), FastDivide(static_cast<uint32_t>(p.head_dim / kPack)));
 }
 
 template <class Piece>
@@ -88,8 +87,8 @@ Error gather_kv(const GatherKvParams& p, const Context& context) {
   if (p.num_tokens == 0) return nullptr;
   if (p.dequantise) {
     constexpr int kPack = 4;
-    const bool vectorised =
-        packs_aligned(p.key_cache, p.key, p.head_dim, kPack) && packs_aligned(p.value_cache, p.value, p.head_dim, kPack);
+    const bool vectorised = packs_aligned(p.key_cache, p.key, p.head_dim, kPack) &&
+                            packs_aligned(p.value_cache, p.value, p.head_dim, kPack);
     return vectorised ? gather<uint8_t, true, kPack>(p, context) : gather<uint8_t, true, 1>(p, context);
   }
   switch (element_size(p.key_cache.dtype)) {

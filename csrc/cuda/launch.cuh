@@ -17,7 +17,8 @@ inline Error to_error(cudaError_t status) {
   if (status == cudaSuccess) return nullptr;
   cudaGetLastError();  // reported here; a later launch must not report it again
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
-    return "paged_kv was built without kernels for this GPU's architecture; see paged_kv.build_info() for those it has, "
+    return "paged_kv was built without kernels for this GPU's architecture; see paged_kv.build_info() for those it "
+           "has, "
            "and rebuild with TORCH_CUDA_ARCH_LIST";
   }
   return cudaGetErrorString(status);
@@ -27,8 +28,8 @@ template <class... Params>
 Error launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, const Context& context,
              const Params&... params) {
   if (shared_bytes > kDefaultSharedBytes) {
-    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                    static_cast<int>(shared_bytes));
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
     if (status != cudaSuccess) return to_error(status);
   }
   cudaLaunchConfig_t config = {};

@@ -35,8 +35,9 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
                           : from_float<T>(to_float(out_a[d]) * weight_a + to_float(out_b[d]) * weight_b);
   }
   if (lane == 0) {
-    p.lse[token * p.lse_stride_token + head * p.lse_stride_head] =
-        a_is_empty ? lse_b : b_is_empty ? lse_a : largest + logf(sum);
+    p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = a_is_empty   ? lse_b
+                                                                   : b_is_empty ? lse_a
+                                                                                : largest + logf(sum);
   }
 }
 

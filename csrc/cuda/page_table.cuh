@@ -1,4 +1,5 @@
-// A sequence's block table: from a token's position to its block and slot. The only place that divides by the block size.
+// A sequence's block table: from a token's position to its block and slot. The only place that divides by the block
+// size.
 #pragma once
 
 #include <cstdint>

@@ -56,10 +56,10 @@ __global__ void __launch_bounds__(kThreads)
     const Row row = row_of_token(p, i);
     const char* from = static_cast<const char*>(row.source.data) +
                        (token * row.source.stride_token + row.head * row.source.stride_head) * element_bytes;
-    char* to = static_cast<char*>(row.cache.data) +
-               (slot.block * row.cache.stride_block + row.head * row.cache.stride_head +
-                slot.offset * row.cache.stride_slot) *
-                   element_bytes;
+    char* to =
+        static_cast<char*>(row.cache.data) +
+        (slot.block * row.cache.stride_block + row.head * row.cache.stride_head + slot.offset * row.cache.stride_slot) *
+            element_bytes;
     for (int piece = lane; piece < pieces_per_row; piece += lanes_per_row) {
       store_pack<1>(reinterpret_cast<Piece*>(to + piece * kPieceBytes),
                     load_pack<1>(reinterpret_cast<const Piece*>(from + piece * kPieceBytes)));
@@ -138,8 +138,8 @@ int64_t access_bytes(const RowsView& rows, const CacheView& cache, int64_t head_
 }
 
 Error copy(const ReshapeAndCacheParams& p, const Context& context) {
-  const int64_t bytes = std::min(access_bytes(p.key, p.key_cache, p.head_dim),
-                                 access_bytes(p.value, p.value_cache, p.head_dim));
+  const int64_t bytes =
+      std::min(access_bytes(p.key, p.key_cache, p.head_dim), access_bytes(p.value, p.value_cache, p.head_dim));
   const int pieces = static_cast<int>(p.head_dim * element_size(p.key_cache.dtype) / bytes);
   const int lanes = std::min<int>(kWarpSize, static_cast<int>(std::bit_ceil(static_cast<unsigned>(pieces))));
   auto with = [&](auto piece) {

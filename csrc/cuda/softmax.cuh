@@ -1,5 +1,5 @@
-// Online softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): what is kept of the scores
-// seen so far, while the weighted values are summed beside it.
+// Online softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): what is kept of the
+// scores seen so far, while the weighted values are summed beside it.
 #pragma once
 
 #include <arch/ptx.cuh>

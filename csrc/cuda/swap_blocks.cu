@@ -1,5 +1,6 @@
-// Blocks copied between two buffers, host memory included, by the copy engines: one copy for a run of neighbours. Queued
-// on the stream; with pinned host memory the host does not wait. No staging buffer, so none can be reused too early.
+// Blocks copied between two buffers, host memory included, by the copy engines: one copy for a run of neighbours.
+// Queued on the stream; with pinned host memory the host does not wait. No staging buffer, so none can be reused too
+// early.
 #include <algorithm>
 
 #include "kernels.h"
@@ -16,9 +17,8 @@ cudaError_t copy_pieces(const SwapBlocksParams& p, const char* source, char* des
   if constexpr (kDim < BlockedBytes::kMaxDims) {
     if (kDim < p.src.num_dims) {
       for (int64_t i = 0; i < p.src.size[kDim]; ++i) {
-        const cudaError_t status =
-            copy_pieces<kDim + 1>(p, source + i * p.src.stride_bytes[kDim],
-                                  destination + i * p.dst.stride_bytes[kDim], count, stream);
+        const cudaError_t status = copy_pieces<kDim + 1>(p, source + i * p.src.stride_bytes[kDim],
+                                                         destination + i * p.dst.stride_bytes[kDim], count, stream);
         if (status != cudaSuccess) return status;
       }
       return cudaSuccess;
@@ -48,10 +48,9 @@ Error swap_blocks(const SwapBlocksParams& p, const Context& context) {
       if (p.block_mapping[2 * end] != source + end - begin) break;
       if (p.block_mapping[2 * end + 1] != destination + end - begin) break;
     }
-    const cudaError_t status =
-        copy_pieces(p, p.src.data + source * p.src.stride_block_bytes,
-                    p.dst.data + destination * p.dst.stride_block_bytes, end - begin,
-                    static_cast<cudaStream_t>(context.stream));
+    const cudaError_t status = copy_pieces(p, p.src.data + source * p.src.stride_block_bytes,
+                                           p.dst.data + destination * p.dst.stride_block_bytes, end - begin,
+                                           static_cast<cudaStream_t>(context.stream));
     if (status != cudaSuccess) return to_error(status);
   }
   return nullptr;

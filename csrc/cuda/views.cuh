@@ -17,8 +17,7 @@ __device__ __forceinline__ float read_scale(const ScaleView& scale, int64_t bloc
 
 template <class T>
 __device__ __forceinline__ T* cache_row(const CacheView& cache, int64_t block, int64_t head, int64_t slot) {
-  return static_cast<T*>(cache.data) + block * cache.stride_block + head * cache.stride_head +
-         slot * cache.stride_slot;
+  return static_cast<T*>(cache.data) + block * cache.stride_block + head * cache.stride_head + slot * cache.stride_slot;
 }
 
 template <class T>
