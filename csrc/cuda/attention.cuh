@@ -74,94 +74,101 @@ struct Sequence {
   }
 };
 
-// One block's share.
+// A tile of rows and the keys of it that a block goes through.
 struct Work {
   Sequence seq;
-  int kv_head;
   int first_row, num_rows;
-  int first_key, end_key;  // what some row of the tile sees, within the split
-  int split;               // counted from the sequence's first; negative: the rows are finished, not partial
+  int first_key, end_key;        // what some row of the tile sees, within the split
+  int all_see_from, all_see_to;  // between which every row of the tile sees every key
+  int split;                     // counted from the sequence's first; negative: the rows are finished, not partial
 
+  __device__ PageTable table(const AttentionLaunch& p) const {
+    return {p.block_tables + seq.index * p.table_stride_seq, p.table_stride_block, p.block_size_divide};
+  }
+  __device__ int kv_head() const { return static_cast<int>(blockIdx.y); }
   __device__ int token(const AttentionLaunch& p, int row) const {
     return static_cast<int>(p.group_divide.divide(static_cast<uint32_t>(first_row + row)));
   }
-};
-
-// The rows and keys that a block goes through, tile by tile.
-struct Share {
-  int64_t seq;
-  int first_row, end_row;  // no row: nothing to do
-  int first_key, end_key;  // of the split; all keys where the sequence is not split
-  int split;               // as in Work
-};
-
-__device__ inline Share find_share(const AttentionLaunch& p) {
-  constexpr Share kNothing{0, 0, 0, 0, 0, -1};
-  if (blockIdx.x < p.num_split_blocks) {
-    const int seq_in_launch = static_cast<int>(blockIdx.x) / p.num_splits;
-    const int split = static_cast<int>(blockIdx.x) % p.num_splits;
-    const Sequence seq(p, p.first_seq + seq_in_launch);
-    const int rows = seq.num_rows(p);
-    if (rows == 0 || !seq.is_split(p)) return kNothing;
-    const int first_split = seq.first_split(p), num_splits = seq.end_split(p) - first_split;
-    // Where no row sees a key, the first block still writes the rows.
-    if (split >= max(1, num_splits)) return kNothing;
-    const int first_key = (first_split + split) * kSplitKeys;
-    return {seq.index, 0, rows, first_key, first_key + kSplitKeys, num_splits <= 1 ? -1 : split};
+  __device__ int head(const AttentionLaunch& p, int row) const {
+    return kv_head() * p.group() + (first_row + row - token(p, row) * p.group());
   }
-  const RunPosition at = find_run(p.num_seqs, blockIdx.x - p.num_split_blocks, threadIdx.x % kWarpSize, [&](int64_t i) {
-    const Sequence seq(p, i);
-    return seq.is_split(p) ? 0 : ceil_divide(seq.num_rows(p), p.rows_per_tile);
-  });
-  if (at.run < 0) return kNothing;
-  // The last rows see most keys and start first, so that short tiles fill the end.
-  const int rows = Sequence(p, at.run).num_rows(p);
-  const int tile = ceil_divide(rows, p.rows_per_tile) - 1 - static_cast<int>(at.offset);
-  const int first_row = tile * p.rows_per_tile;
-  return {at.run, first_row, min(rows, first_row + p.rows_per_tile), 0, INT32_MAX, -1};
+};
+
+// The number-th tile of this block, the same for all of its threads: num_rows is 0 where there is none.
+__device__ inline Work find_work(const AttentionLaunch& p, int number) {
+  int64_t index;
+  int first_row, split = -1;
+  if (blockIdx.x < p.num_split_blocks) {
+    index = p.first_seq + static_cast<int>(blockIdx.x) / p.num_splits;
+    first_row = number * p.rows_per_tile;
+    split = static_cast<int>(blockIdx.x) % p.num_splits;
+  } else {
+    const RunPosition at =
+        find_run(p.num_seqs, blockIdx.x - p.num_split_blocks, threadIdx.x % kWarpSize, [&](int64_t i) {
+          const Sequence seq(p, i);
+          return seq.is_split(p) ? 0 : ceil_divide(seq.num_rows(p), p.rows_per_tile);
+        });
+    index = max(int64_t{0}, at.run);
+    // The last rows see most keys and start first, so that short tiles fill the end.
+    const int num_tiles = ceil_divide(Sequence(p, index).num_rows(p), p.rows_per_tile);
+    first_row = at.run < 0 || number > 0 ? INT32_MAX : (num_tiles - 1 - static_cast<int>(at.offset)) * p.rows_per_tile;
+  }
+
+  Work work{Sequence(p, index), first_row, 0, 0, INT32_MAX, 0, 0, -1};
+  if (first_row >= work.seq.num_rows(p)) return work;
+  if (split >= 0) {
+    const int first_split = work.seq.first_split(p), num_splits = work.seq.end_split(p) - first_split;
+    // Where no row sees a key, the first block still writes the rows.
+    if (!work.seq.is_split(p) || split >= max(1, num_splits)) return work;
+    work.first_key = (first_split + split) * kSplitKeys;
+    work.end_key = work.first_key + kSplitKeys;
+    work.split = num_splits <= 1 ? -1 : split;
+  }
+  work.num_rows = min(p.rows_per_tile, work.seq.num_rows(p) - first_row);
+  const int first_token = work.token(p, 0), last_token = work.token(p, work.num_rows - 1);
+  work.first_key = max(work.first_key, work.seq.first_key(p, first_token));
+  work.end_key = min(work.end_key, work.seq.end_key(p, last_token));
+  work.all_see_from = work.seq.first_key(p, last_token);
+  work.all_see_to = work.seq.end_key(p, first_token);
+  return work;
 }
 
-// Calls body(work) for each tile of this block, all threads alike.
+// Calls body() for each tile of this block, all threads alike, with `shared` describing it: one tile, or, of a split
+// sequence with many heads in a group, all of its rows, tile by tile. It stands in shared memory to leave the registers
+// to the body.
 template <class Body>
-__device__ void for_each_tile(const AttentionLaunch& p, Body body) {
-  const Share share = find_share(p);
-  for (int row = share.first_row; row < share.end_row; row += p.rows_per_tile) {
-    Work work{Sequence(p, share.seq),
-              static_cast<int>(blockIdx.y),
-              row,
-              min(p.rows_per_tile, share.end_row - row),
-              0,
-              0,
-              share.split};
-    work.first_key = max(share.first_key, work.seq.first_key(p, work.token(p, 0)));
-    work.end_key = min(share.end_key, work.seq.end_key(p, work.token(p, work.num_rows - 1)));
-    body(work);
-    if (row + p.rows_per_tile < share.end_row) __syncthreads();  // before shared memory is written anew
+__device__ void for_each_tile(const AttentionLaunch& p, Work& shared, Body body) {
+  for (int number = 0;; ++number) {
+    const Work work = find_work(p, number);
+    if (work.num_rows == 0) return;
+    if (number > 0) __syncthreads();  // the body is done with the tile before
+    if (threadIdx.x == 0) shared = work;
+    __syncthreads();
+    body();
   }
 }
 
 // What a thread knows of a row of its tile.
 struct Row {
-  int first_key, end_key;  // that it sees
-  float position;
+  int position, seq_len;
   float slope;  // of ALiBi, 0 without
 
   // Rows past the end of a tile repeat its last one, so that they mask nothing more; they are never written.
   __device__ Row(const AttentionLaunch& p, const Work& work, int row) {
     const int last = min(row, work.num_rows - 1), token = work.token(p, last);
-    first_key = work.seq.first_key(p, token);
-    end_key = work.seq.end_key(p, token);
-    position = static_cast<float>(work.seq.position(token));
-    const int head = work.kv_head * p.group() + (work.first_row + last - token * p.group());
-    slope = p.alibi_slopes == nullptr ? 0.0f : p.alibi_slopes[head];
+    position = work.seq.position(token);
+    seq_len = work.seq.seq_len;
+    slope = p.alibi_slopes == nullptr ? 0.0f : p.alibi_slopes[work.head(p, last)];
   }
 
-  __device__ bool sees(int key) const { return key >= first_key && key < end_key; }
+  __device__ bool sees(const AttentionLaunch& p, int key) const {
+    return key <= (p.causal ? position : seq_len - 1) && (p.window_keys == 0 || key > position - p.window_keys);
+  }
 
   // From q.k times all scales to the score, natural units.
   __device__ float score(const AttentionLaunch& p, float product, int key) const {
     if (p.softcap > 0.0f) product = p.softcap * tanhf(product / p.softcap);
-    return product + slope * (static_cast<float>(key) - position);
+    return product + slope * static_cast<float>(key - position);
   }
 };
 
@@ -220,10 +227,10 @@ struct RowExchange {
 };
 
 // Merges the key warps' rows in ascending order and writes them, a warp a row. Between the writing of `exchange` and
-// this call stands a barrier.
-template <class Exchange>
+// this call stands a barrier. addition(row, d) is added to the sum of element d.
+template <class Exchange, class Addition>
 __device__ void store_rows(const AttentionLaunch& p, const Work& work, const Exchange& exchange, int warp,
-                           int num_warps, int lane) {
+                           int num_warps, int lane, Addition addition) {
   for (int row = warp; row < work.num_rows; row += num_warps) {
     SoftmaxState merged = exchange.state[0][row];
     float weight[Exchange::kKeyWarps];
@@ -234,18 +241,16 @@ __device__ void store_rows(const AttentionLaunch& p, const Work& work, const Exc
       merged.d += exchange.state[i][row].d * weight[i];
     }
     auto value = [&](int d) {
-      float sum = 0.0f;
+      float sum = addition(row, d);
       for (int i = 0; i < Exchange::kKeyWarps; ++i) sum += exchange.out[i][row][d] * weight[i];
       return sum;
     };
     if (work.split >= 0) {
-      const int64_t index = partial_index(p, work.seq.index, work.kv_head, work.first_row + row, work.split);
+      const int64_t index = partial_index(p, work.seq.index, work.kv_head(), work.first_row + row, work.split);
       for (int d = lane; d < p.head_dim; d += kWarpSize) p.partial_out[index * p.head_dim + d] = value(d);
       if (lane == 0) p.partial_state[index] = merged;
     } else {
-      const int token = work.token(p, row);
-      const int head = work.kv_head * p.group() + (work.first_row + row - token * p.group());
-      store_finished_row(p, work.seq.first_token + token, head, merged, lane, value);
+      store_finished_row(p, work.seq.first_token + work.token(p, row), work.head(p, row), merged, lane, value);
     }
   }
 }

@@ -27,7 +27,7 @@ constexpr Tuning kTunings[] = {
     {256, 2, 32, 2},  // 96 KiB; 64 keys would be 160 KiB, one block everywhere and none on sm_89
     {64, 1, 64, 3},   // 33 KiB
     {128, 1, 64, 3},  // 66 KiB
-    {256, 1, 64, 2},  // 97 KiB
+    {256, 1, 32, 3},  // 81 KiB; the scores of 64 keys beside 128 sums would not fit in a thread's registers
 };
 constexpr Tuning tuning(int head_dim, int element_bytes) {
   for (const Tuning& t : kTunings) {
@@ -62,11 +62,13 @@ struct TensorTraits {
   };
   // With few rows, warps that find none for them leave theirs out: 16 rows and a tile of 32 keys occupy two warps.
   static constexpr int kKeyWarpsOfFew = kKeys / 16 < kWarps ? kKeys / 16 : kWarps;
-  union SharedStorage {
-    Pipeline pipeline;
-    RowExchange<1, kRows, kHeadDim> many;
-    RowExchange<kKeyWarpsOfFew, kRows / kKeyWarpsOfFew, kHeadDim> few;
-    __device__ SharedStorage() {}
+  struct SharedStorage {
+    Work work;
+    union {
+      Pipeline pipeline;
+      RowExchange<1, kRows, kHeadDim> many;
+      RowExchange<kKeyWarpsOfFew, kRows / kKeyWarpsOfFew, kHeadDim> few;
+    };
   };
 };
 
@@ -86,9 +88,8 @@ __device__ __forceinline__ void load_query_tile(typename Traits::Pipeline& smem,
     const bool is_read = row < work.num_rows && d < p.head_dim;
     ptx::Words<16> chunk{};
     if (is_read) {
-      const int token = work.token(p, row);
-      const int head = work.kv_head * p.group() + (work.first_row + row - token * p.group());
-      chunk = ptx::load_once<16>(token_row<const uint16_t>(p.query, work.seq.first_token + token, head) + d);
+      const int64_t token = work.seq.first_token + work.token(p, row);
+      chunk = ptx::load_once<16>(token_row<const uint16_t>(p.query, token, work.head(p, row)) + d);
     }
     if constexpr (Traits::kIsQuantised) {
       float element[kPerChunk], largest = 0.0f;
@@ -111,7 +112,7 @@ __device__ __forceinline__ void load_query_tile(typename Traits::Pipeline& smem,
       }
       if (lane == 0) smem.query_factor[row] = factor;
     }
-    if (d < Traits::kHeadDim) ptx::store_shared(smem.query.at(row, lane), chunk);
+    if (d < Traits::kHeadDim) ptx::store_shared(smem.query.at(row, lane & -8, lane & 7), chunk);
   }
 }
 
@@ -119,21 +120,22 @@ __device__ __forceinline__ void load_query_tile(typename Traits::Pipeline& smem,
 // the tile sees, whose blocks may be gone.
 template <class Traits>
 __device__ __forceinline__ void load_tile(typename Traits::Stage& stage, const AttentionLaunch& p, const Work& work,
-                                          const PageTable& table, int first, int thread) {
+                                          int first, int thread) {
+  const PageTable table = work.table(p);
   using Cache = typename Traits::Cache;
   constexpr int kChunks = Traits::kCacheBytes / 16, kPerChunk = 16 / sizeof(Cache);
   const int chunk = thread % kChunks;
   const bool in_head = chunk * kPerChunk < p.head_dim;
   auto is_seen = [&](int key) { return key >= work.first_key && key < work.end_key; };
-#pragma unroll
+#pragma unroll 2  // of 8: addresses of all would displace sums from registers
   for (int i = thread / kChunks; i < Traits::kKeys; i += kThreads / kChunks) {
     const bool valid = in_head && is_seen(first + i);
     const Page page = valid ? table.locate(static_cast<uint32_t>(first + i)) : Page{0, 0};
     const int64_t d = valid ? chunk * kPerChunk : 0;
     ptx::cp_async_16(stage.keys.at(i, chunk),
-                     cache_row<const Cache>(p.key_cache, page.block, work.kv_head, page.slot) + d, valid);
+                     cache_row<const Cache>(p.key_cache, page.block, work.kv_head(), page.slot) + d, valid);
     ptx::cp_async_16(stage.values.at(i, chunk),
-                     cache_row<const Cache>(p.value_cache, page.block, work.kv_head, page.slot) + d, valid);
+                     cache_row<const Cache>(p.value_cache, page.block, work.kv_head(), page.slot) + d, valid);
   }
   if constexpr (Traits::kIsQuantised) {
     const bool is_key = thread < Traits::kKeys;
@@ -143,7 +145,7 @@ __device__ __forceinline__ void load_tile(typename Traits::Stage& stage, const A
       const bool valid = is_seen(first + i);
       const Page page = valid ? table.locate(static_cast<uint32_t>(first + i)) : Page{0, 0};
       ptx::cp_async_4(is_key ? &stage.k_scale[i] : &stage.v_scale[i],
-                      scale_at(scale, page.block, work.kv_head, page.slot), valid);
+                      scale_at(scale, page.block, work.kv_head(), page.slot), valid);
     }
   }
   ptx::cp_async_commit();
@@ -155,16 +157,12 @@ __device__ __forceinline__ void load_tile(typename Traits::Stage& stage, const A
 template <class Traits, int kBlocks>
 struct WarpTile {
   static constexpr int kOutBlocks = Traits::kHeadDim / 8;
-  // Of the lane's rows g and g + 8
-  Row rows[2];
-  SoftmaxState state[2];  // d: this lane's share; the four lanes of a row have the same m
-  float query_factor[2];
+  SoftmaxState state[2];     // of rows g and g + 8; d: this lane's share, m: the same in the four lanes of a row
   float value_scale = 0.0f;  // `out` is in units of it: the largest scale of a value so far. Where quantised
   float out[kOutBlocks][4];  // rows g (first two) and g + 8 of each block of the head's elements
   float score[kBlocks][4];   // the same of each block of keys
 
-  __device__ __forceinline__ WarpTile(const AttentionLaunch& p, const Work& work, int first_row, int lane)
-      : rows{Row(p, work, first_row + lane / 4), Row(p, work, first_row + lane / 4 + 8)} {
+  __device__ __forceinline__ WarpTile() {
 #pragma unroll
     for (int block = 0; block < kOutBlocks; ++block) {
 #pragma unroll
@@ -188,43 +186,52 @@ __device__ __forceinline__ void multiply_keys(WarpTile<Traits, kBlocks>& w, cons
   for (int block = 0; block < kBlocks; ++block) {
     for (int i = 0; i < 4; ++i) w.score[block][i] = 0.0f;
   }
+  constexpr int kSteps = kStepsTogether<T, Cache>;
 #pragma unroll
-  for (int four = 0; four < Traits::kHeadDim / 64; ++four) {
-    uint32_t a[4][4];
-    load_query<T, Cache>(a, smem.query, first_row, four, lane);
+  for (int number = 0; number < Traits::kHeadDim / 16 / kSteps; ++number) {
+    uint32_t a[kSteps][4];
+    load_query<T, Cache>(a, smem.query, first_row, number, lane);
 #pragma unroll
     for (int pair = 0; pair < kBlocks / 2; ++pair) {
-      uint32_t b[4][2][2];
-      load_keys<T, Cache>(b, stage.keys, first_key + 16 * pair, four, lane);
+      Keys<T, Cache> keys;
+      load_keys(keys, stage.keys, first_key + 16 * pair, number, lane);
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        ptx::mma_m16n8k16<T>(w.score[2 * pair], a[step], b[step][0][0], b[step][0][1]);
-        ptx::mma_m16n8k16<T>(w.score[2 * pair + 1], a[step], b[step][1][0], b[step][1][1]);
+      for (int block = 0; block < 2; ++block) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          uint32_t b[2];
+          keys.fragment(b, block, step);
+          ptx::mma_m16n8k16<T>(w.score[2 * pair + block], a[step], b[0], b[1]);
+        }
       }
     }
   }
 }
 
 // Products become scores, -inf where the row does not see the key. `first`: position of the warp's first key, which is
-// number first_key of the stage.
+// number first_key of the stage. What is known of rows is found anew for each tile, to spare registers.
 template <class Traits, int kBlocks>
-__device__ __forceinline__ void finish_scores(WarpTile<Traits, kBlocks>& w, const AttentionLaunch& p,
-                                              const typename Traits::Stage& stage, int first, int first_key,
-                                              bool is_masked) {
+__device__ __forceinline__ void finish_scores(WarpTile<Traits, kBlocks>& w, const AttentionLaunch& p, const Work& work,
+                                              const typename Traits::Pipeline& smem,
+                                              const typename Traits::Stage& stage, int first_row, int first,
+                                              int first_key, bool is_masked) {
   const bool is_plain = p.softcap == 0.0f && p.alibi_slopes == nullptr;
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
+  for (int r = 0; r < 2; ++r) {
+    const Row row(p, work, first_row + 8 * r);
+    const float scale = Traits::kIsQuantised ? p.scale * smem.query_factor[first_row + 8 * r] : p.scale;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Row& row = w.rows[i / 2];
-      const int key = w.key_of(first, block, i);
-      float product = w.score[block][i] * p.scale;
-      if constexpr (Traits::kIsQuantised) {
-        product *= w.query_factor[i / 2];
-        if (p.k_scale.data != nullptr) product *= stage.k_scale[first_key + key - first];
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int i = 2 * r; i < 2 * r + 2; ++i) {
+        const int key = w.key_of(first, block, i);
+        float product = w.score[block][i] * scale;
+        if constexpr (Traits::kIsQuantised) {
+          if (p.k_scale.data != nullptr) product *= stage.k_scale[first_key + key - first];
+        }
+        const float score = is_plain ? product : row.score(p, product, key);
+        w.score[block][i] = is_masked && !row.sees(p, key) ? -INFINITY : score;
       }
-      const float score = is_plain ? product : row.score(p, product, key);
-      w.score[block][i] = is_masked && !row.sees(key) ? -INFINITY : score;
     }
   }
 }
@@ -312,13 +319,8 @@ __device__ __forceinline__ void multiply_values(WarpTile<Traits, kBlocks>& w, co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Values that are not finite: 0 * NaN is NaN, so in a tile where some row sees a key and another does not, the product
-// would spread them to rows that do not see them.
-
-template <class Element>
-__device__ __forceinline__ bool is_finite(Element x) {
-  if constexpr (std::is_same_v<Element, int8_t>) return true;
-  return fabsf(to_float(x)) < INFINITY;
-}
+// would spread them to rows that do not see them. There they are left out of the products, and added to each row that
+// does see them at the end, from the cache. That is slow and rare.
 
 // Whether this thread's part of the tile's values has one.
 template <class Traits>
@@ -326,6 +328,7 @@ __device__ __forceinline__ bool finds_value_not_finite(const typename Traits::St
   using Cache = typename Traits::Cache;
   constexpr int kChunks = Traits::kCacheBytes / 16, kPerChunk = 16 / sizeof(Cache);
   bool found = false;
+#pragma unroll 1
   for (int i = thread; i < Traits::kKeys * kChunks; i += kThreads) {
     const auto words = ptx::load_shared_16(stage.values.at(i / kChunks, i % kChunks));
     Pack<Cache, kPerChunk> pack;
@@ -335,42 +338,32 @@ __device__ __forceinline__ bool finds_value_not_finite(const typename Traits::St
   return found;
 }
 
-template <class Traits, class Stage>
-__device__ __forceinline__ auto& value_element(Stage& stage, int key, int d) {
-  using Cache = std::conditional_t<std::is_const_v<Stage>, const typename Traits::Cache, typename Traits::Cache>;
-  constexpr int kPerChunk = 16 / sizeof(Cache);
-  return reinterpret_cast<Cache*>(stage.values.at(key, d / kPerChunk))[d % kPerChunk];
-}
-
-// Adds them to the rows that see their keys, with any weight: the sum is infinite or NaN whatever the weight is.
-template <class Traits, int kBlocks>
-__device__ __forceinline__ void add_values_not_finite(WarpTile<Traits, kBlocks>& w, const typename Traits::Stage& stage,
-                                                      int first, int first_key, int lane) {
-#pragma unroll 1
-  for (int key = 0; key < 8 * kBlocks; ++key) {
-#pragma unroll
-    for (int block = 0; block < w.kOutBlocks; ++block) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int d = element_of_block<typename Traits::T, typename Traits::Cache>(block, 2 * (lane % 4) + i);
-        const auto value = value_element<Traits>(stage, first_key + key, d);
-        if (is_finite(value)) continue;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (w.rows[r].sees(first + key)) w.out[block][2 * r + i] += to_float(value);
-        }
-      }
-    }
-  }
-}
-
 // Puts zeros in their places.
 template <class Traits>
 __device__ __forceinline__ void clear_values_not_finite(typename Traits::Stage& stage, int thread) {
+  using Cache = typename Traits::Cache;
+  constexpr int kPerChunk = 16 / sizeof(Cache);
+#pragma unroll 1
   for (int i = thread; i < Traits::kKeys * Traits::kHeadDim; i += kThreads) {
-    auto& value = value_element<Traits>(stage, i / Traits::kHeadDim, i % Traits::kHeadDim);
-    if (!is_finite(value)) value = typename Traits::Cache{};
+    const int key = i / Traits::kHeadDim, d = i % Traits::kHeadDim;
+    Cache& value = reinterpret_cast<Cache*>(stage.values.at(key, d / kPerChunk))[d % kPerChunk];
+    if (!is_finite(value)) value = Cache{};
   }
+}
+
+// What they add to element d of a row that was summed without them: an infinity or NaN whatever the weights are, or 0.
+template <class Traits>
+__device__ float sum_values_not_finite(const AttentionLaunch& p, const Work& work, int row, int d) {
+  const PageTable table = work.table(p);
+  const int token = work.token(p, row);
+  const int end = min(work.end_key, work.seq.end_key(p, token));
+  float sum = 0.0f;
+  for (int key = max(work.first_key, work.seq.first_key(p, token)); key < end; ++key) {
+    const Page page = table.locate(static_cast<uint32_t>(key));
+    const auto value = cache_row<const typename Traits::Cache>(p.value_cache, page.block, work.kv_head(), page.slot)[d];
+    if (!is_finite(value)) sum += to_float(value);
+  }
+  return sum;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -384,8 +377,6 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
   const int key_warp = warp % kKeyWarps, first_row = warp / kKeyWarps * kRowsPerWarp;
   const bool has_rows = first_row < work.num_rows;
   const int first_key = key_warp * (kKeys / kKeyWarps);  // in a stage
-  const PageTable table(p.block_tables + work.seq.index * p.table_stride_seq, p.table_stride_block,
-                        p.block_size_divide);
   load_query_tile<Traits>(smem, p, work, warp, lane, kRows / kKeyWarps);
 
   // Tiles stand at fixed positions, whatever the window hides.
@@ -393,36 +384,30 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
   auto load = [&](int tile) {
     const int number = (tile - first_tile) / kKeys;
     if (tile < work.end_key) {
-      load_tile<Traits>(smem.stages[number % kStages], p, work, table, tile, thread);
+      load_tile<Traits>(smem.stages[number % kStages], p, work, tile, thread);
     } else {
       ptx::cp_async_commit();  // an empty group, so that the count of groups stays right
     }
   };
   for (int i = 0; i < kStages - 1; ++i) load(first_tile + i * kKeys);
 
-  // Between these positions every row of the tile sees every key.
-  const int all_see_from = work.seq.first_key(p, work.token(p, work.num_rows - 1));
-  const int all_see_to = work.seq.end_key(p, work.token(p, 0));
-
-  WarpTile<Traits, kBlocks> w(p, work, first_row, lane);
+  WarpTile<Traits, kBlocks> w;
+  bool left_out = false;  // values that are not finite
   int number = 0;
   for (int tile = first_tile; tile < work.end_key; tile += kKeys, ++number) {
     ptx::cp_async_wait<kStages - 2>();
     __syncthreads();  // this tile is here for all, and the stage of the tile before is free
     load(tile + (kStages - 1) * kKeys);
     typename Traits::Stage& stage = smem.stages[number % kStages];
-    if constexpr (Traits::kIsQuantised) {
-      if (number == 0) {
-        for (int r = 0; r < 2; ++r) w.query_factor[r] = smem.query_factor[first_row + lane / 4 + 8 * r];
-      }
-    }
 
-    const bool is_masked = tile < all_see_from || tile + kKeys > all_see_to;
+    const bool is_masked = tile < work.all_see_from || tile + kKeys > work.all_see_to;
     // Keys that no row sees are zeros here, so only those seen by some rows alone can do harm.
-    const bool is_mixed = max(tile, work.first_key) < all_see_from || min(tile + kKeys, work.end_key) > all_see_to;
+    const bool is_mixed =
+        max(tile, work.first_key) < work.all_see_from || min(tile + kKeys, work.end_key) > work.all_see_to;
     if (has_rows) {
       multiply_keys<Traits, kBlocks>(w, smem, stage, first_row, first_key, lane);
-      finish_scores<Traits, kBlocks>(w, p, stage, tile + first_key, first_key, is_masked);
+      finish_scores<Traits, kBlocks>(w, p, work, smem, stage, first_row + lane / 4, tile + first_key, first_key,
+                                     is_masked);
       float value_rescale = 1.0f;
       if constexpr (Traits::kIsQuantised) {
         const float before = w.value_scale;
@@ -432,9 +417,8 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
       update_state<Traits, kBlocks>(w, value_rescale);
     }
     if (is_mixed && __syncthreads_or(finds_value_not_finite<Traits>(stage, thread))) {
-      if (has_rows) add_values_not_finite<Traits, kBlocks>(w, stage, tile + first_key, first_key, lane);
-      __syncthreads();
       clear_values_not_finite<Traits>(stage, thread);
+      left_out = true;
       __syncthreads();
     }
     if (has_rows) multiply_values<Traits, kBlocks>(w, p, stage, first_key, lane);
@@ -459,17 +443,18 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
     }
   }
   __syncthreads();
-  store_rows(p, work, exchange, warp, kWarps, lane);
+  store_rows(p, work, exchange, warp, kWarps, lane,
+             [&](int row, int d) { return left_out ? sum_values_not_finite<Traits>(p, work, row, d) : 0.0f; });
 }
 
 template <class Traits>
 __global__ void __launch_bounds__(kThreads) tensor_kernel_of(const __grid_constant__ AttentionLaunch p) {
   auto& smem = ptx::dynamic_smem<typename Traits::SharedStorage>();
-  for_each_tile(p, [&](const Work& work) {
-    if (work.seq.num_rows(p) <= kFewRows) {
-      attend<Traits, Traits::kKeyWarpsOfFew>(p, work, smem.pipeline, smem.few);
+  for_each_tile(p, smem.work, [&] {
+    if (smem.work.seq.num_rows(p) <= kFewRows) {
+      attend<Traits, Traits::kKeyWarpsOfFew>(p, smem.work, smem.pipeline, smem.few);
     } else {
-      attend<Traits, 1>(p, work, smem.pipeline, smem.many);
+      attend<Traits, 1>(p, smem.work, smem.pipeline, smem.many);
     }
   });
 }

@@ -25,7 +25,10 @@ struct VectorTraits {
   static constexpr int kRows = 8;  // queries and sums of 8 rows with 256 elements fill 128 registers
   static constexpr int kStep = kWarpSize / kRows;
   static_assert(kRows * kStep == kWarpSize, "one score for each lane");
-  using SharedStorage = RowExchange<kWarps, kRows, kHeadDim>;
+  struct SharedStorage {
+    Work work;
+    RowExchange<kWarps, kRows, kHeadDim> rows;
+  };
 };
 
 // The element of the head that a lane's element e is.
@@ -65,12 +68,11 @@ __device__ void load_cache_row(float (&to)[Traits::kPerLane], const AttentionLau
 template <class Traits>
 __device__ void load_query_row(float (&to)[Traits::kPerLane], const AttentionLaunch& p, const Work& work, int row,
                                int lane) {
-  const int token = work.token(p, row);
-  const int head = work.kv_head * p.group() + (work.first_row + row - token * p.group());
+  const int64_t token = work.seq.first_token + work.token(p, row);
   auto load = [&](auto element) {
     using T = decltype(element);
     // One element an access: the query is read once, and its alignment then does not matter.
-    const T* from = token_row<const T>(p.query, work.seq.first_token + token, head);
+    const T* from = token_row<const T>(p.query, token, work.head(p, row));
 #pragma unroll
     for (int e = 0; e < Traits::kPerLane; ++e) {
       const int d = element_of_lane<Traits>(e, lane);
@@ -102,11 +104,11 @@ __device__ float sum_by_lane(float (&numbers)[kWarpSize], int lane) {
 }
 
 template <class Traits>
-__device__ void attend(const AttentionLaunch& p, const Work& work, typename Traits::SharedStorage& smem) {
+__device__ void attend(const AttentionLaunch& p, const Work& work,
+                       RowExchange<Traits::kWarps, Traits::kRows, Traits::kHeadDim>& smem) {
   constexpr int kRows = Traits::kRows, kStep = Traits::kStep, kPerLane = Traits::kPerLane;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const PageTable table(p.block_tables + work.seq.index * p.table_stride_seq, p.table_stride_block,
-                        p.block_size_divide);
+  const PageTable table = work.table(p);
   float query[kRows][kPerLane], out[kRows][kPerLane];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -131,8 +133,8 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
 #pragma unroll
       for (int e = 0; e < kPerLane; ++e) keys[j][e] = values[j][e] = 0.0f;
       if (is_seen) {
-        load_cache_row<Traits>(keys[j], p, p.key_cache, pages[j], work.kv_head, lane);
-        load_cache_row<Traits>(values[j], p, p.value_cache, pages[j], work.kv_head, lane);
+        load_cache_row<Traits>(keys[j], p, p.key_cache, pages[j], work.kv_head(), lane);
+        load_cache_row<Traits>(values[j], p, p.value_cache, pages[j], work.kv_head(), lane);
       }
     }
 
@@ -152,12 +154,12 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
     float product = sum_by_lane(products, lane) * p.scale;
 
     const int key = step + lane % kStep;
-    const bool visible = row_exists && row.sees(key) && key >= work.first_key && key < work.end_key;
+    const bool visible = row_exists && row.sees(p, key) && key >= work.first_key && key < work.end_key;
     float value_scale = 1.0f;
     if (std::is_same_v<typename Traits::Cache, Quantised> && visible) {
       const Page page = table.locate(static_cast<uint32_t>(key));
-      product *= read_scale(p.k_scale, page.block, work.kv_head, page.slot);
-      value_scale = read_scale(p.v_scale, page.block, work.kv_head, page.slot);
+      product *= read_scale(p.k_scale, page.block, work.kv_head(), page.slot);
+      value_scale = read_scale(p.v_scale, page.block, work.kv_head(), page.slot);
     }
     const float score = visible ? row.score(p, product, key) : -INFINITY;
     float largest = score;
@@ -198,13 +200,13 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
     }
   }
   __syncthreads();
-  store_rows(p, work, smem, warp, Traits::kWarps, lane);
+  store_rows(p, work, smem, warp, Traits::kWarps, lane, [](int, int) { return 0.0f; });
 }
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads) vector_kernel_of(const __grid_constant__ AttentionLaunch p) {
   auto& smem = ptx::dynamic_smem<typename Traits::SharedStorage>();
-  for_each_tile(p, [&](const Work& work) { attend<Traits>(p, work, smem); });
+  for_each_tile(p, smem.work, [&] { attend<Traits>(p, smem.work, smem.rows); });
 }
 
 template <class Traits>

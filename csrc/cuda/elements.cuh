@@ -65,6 +65,13 @@ __device__ __forceinline__ float to_float(Float8E5M2 x) {
 }
 __device__ __forceinline__ float to_float(int8_t x) { return static_cast<float>(x); }
 
+// By the bits of the exponent, all ones in infinity and NaN; e4m3 has NaN alone, all ones but the sign.
+__device__ __forceinline__ bool is_finite(__half x) { return (__half_as_ushort(x) & 0x7c00) != 0x7c00; }
+__device__ __forceinline__ bool is_finite(__nv_bfloat16 x) { return (__bfloat16_as_ushort(x) & 0x7f80) != 0x7f80; }
+__device__ __forceinline__ bool is_finite(Float8E4M3 x) { return (x.bits & 0x7f) != 0x7f; }
+__device__ __forceinline__ bool is_finite(Float8E5M2 x) { return (x.bits & 0x7c) != 0x7c; }
+__device__ __forceinline__ bool is_finite(int8_t) { return true; }
+
 // Rounds to nearest even. Float formats overflow to infinity; fp8 and int8 clamp to their largest finite value, and NaN
 // is NaN in fp8 and 0 in int8.
 template <class T>

@@ -18,13 +18,21 @@ struct alignas(128) Tile {
   static_assert(kChunks >= 4 && kBytes % 64 == 0, "a row is a multiple of 64 bytes");
   ptx::Words<16> chunk[kRows][kChunks];
 
-  __device__ ptx::Words<16>* at(int row, int column) { return &chunk[row][column ^ swizzle(row)]; }
-  __device__ const ptx::Words<16>* at(int row, int column) const { return &chunk[row][column ^ swizzle(row)]; }
+  // Chunk column + lane_column of a row. Where `column` is a compile-time constant and the sum stays within its group
+  // of chunks, columns of other groups lie a constant apart, so that few addresses have to be computed and kept.
+  __device__ ptx::Words<16>* at(int row, int column, int lane_column = 0) {
+    return &chunk[row][place(row, column, lane_column)];
+  }
+  __device__ const ptx::Words<16>* at(int row, int column, int lane_column = 0) const {
+    return &chunk[row][place(row, column, lane_column)];
+  }
 
  private:
-  __device__ static int swizzle(int row) {
-    if constexpr (kChunks == 4) return row >> 1 & 3;  // two rows share the 32 banks
-    return (row & 1) << 2 | (row >> 1 & 3);
+  static constexpr int kGroup = kChunks < 8 ? 4 : 8;
+  __device__ static int place(int row, int column, int lane_column) {
+    const int order = kGroup == 4 ? row >> 1 & 3  // two rows share the 32 banks
+                                  : (row & 1) << 2 | (row >> 1 & 3);
+    return (column & -kGroup) + (((column & (kGroup - 1)) + lane_column) ^ order);
   }
 };
 
@@ -85,21 +93,22 @@ __device__ __forceinline__ uint32_t dequantise_pair(uint32_t bytes) {
 // bytes: in each 64 elements, step s of 4 has elements 16 * c + 4 * s + {0, 1} and {2, 3} in place of 2c + {0, 1} and
 // 2c + 8 + {0, 1}, of queries and keys alike.
 
-// Steps of 16 of the head's elements, four at a time: query fragments of 16 rows.
-template <class T, class Cache, int kRows, int kBytes>
-__device__ __forceinline__ void load_query(uint32_t (&a)[4][4], const Tile<kRows, kBytes>& tile, int first_row,
-                                           int four_steps, int lane) {
+// How many steps of 16 of the head's elements are loaded together.
+template <class T, class Cache>
+inline constexpr int kStepsTogether = std::is_same_v<T, Cache> ? 1 : 4;
+
+// Query fragments of 16 rows for the steps [kSteps * number, kSteps * (number + 1)).
+template <class T, class Cache, int kSteps, int kRows, int kBytes>
+__device__ __forceinline__ void load_query(uint32_t (&a)[kSteps][4], const Tile<kRows, kBytes>& tile, int first_row,
+                                           int number, int lane) {
   if constexpr (std::is_same_v<T, Cache>) {
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      ptx::ldmatrix_x4(a[step], tile.at(first_row + lane % 16, 2 * (4 * four_steps + step) + lane / 16));
-    }
+    ptx::ldmatrix_x4(a[0], tile.at(first_row + lane % 16, 2 * number, lane / 16));
   } else {
     const int g = lane / 4, c = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // 8 of the lane's 16 neighbouring elements
-      const auto upper = ptx::load_shared_16(tile.at(first_row + g, 8 * four_steps + 2 * c + half));
-      const auto lower = ptx::load_shared_16(tile.at(first_row + g + 8, 8 * four_steps + 2 * c + half));
+      const auto upper = ptx::load_shared_16(tile.at(first_row + g, 8 * number + half, 2 * c));
+      const auto lower = ptx::load_shared_16(tile.at(first_row + g + 8, 8 * number + half, 2 * c));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         a[2 * half + i][0] = upper.word[2 * i];
@@ -111,29 +120,35 @@ __device__ __forceinline__ void load_query(uint32_t (&a)[4][4], const Tile<kRows
   }
 }
 
-// Key fragments of 16 keys, as two blocks of 8, for the same steps.
-template <class T, class Cache, int kRows, int kBytes>
-__device__ __forceinline__ void load_keys(uint32_t (&b)[4][2][2], const Tile<kRows, kBytes>& tile, int first_key,
-                                          int four_steps, int lane) {
-  if constexpr (std::is_same_v<T, Cache>) {
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      uint32_t r[4];
-      ptx::ldmatrix_x4(r, tile.at(first_key + lane % 8 + lane / 16 * 8, 2 * (4 * four_steps + step) + lane / 8 % 2));
-      b[step][0][0] = r[0];
-      b[step][0][1] = r[1];
-      b[step][1][0] = r[2];
-      b[step][1][1] = r[3];
+// What a lane reads of 16 keys, as two blocks of 8, for the same steps: fragments, or bytes not yet dequantised.
+template <class T, class Cache>
+struct Keys {
+  uint32_t word[2][std::is_same_v<T, Cache> ? 2 : 4];
+
+  // The key fragment of a block for step `step` of kStepsTogether.
+  __device__ __forceinline__ void fragment(uint32_t (&b)[2], int block, int step) const {
+    if constexpr (std::is_same_v<T, Cache>) {
+      b[0] = word[block][0];
+      b[1] = word[block][1];
+    } else {
+      b[0] = dequantise_pair<Cache, 0>(word[block][step]);
+      b[1] = dequantise_pair<Cache, 1>(word[block][step]);
     }
+  }
+};
+
+template <class T, class Cache, int kRows, int kBytes>
+__device__ __forceinline__ void load_keys(Keys<T, Cache>& keys, const Tile<kRows, kBytes>& tile, int first_key,
+                                          int number, int lane) {
+  if constexpr (std::is_same_v<T, Cache>) {
+    uint32_t r[4];
+    ptx::ldmatrix_x4(r, tile.at(first_key + lane % 8 + lane / 16 * 8, 2 * number, lane / 8 % 2));
+    for (int i = 0; i < 4; ++i) keys.word[i / 2][i % 2] = r[i];
   } else {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      const auto bytes = ptx::load_shared_16(tile.at(first_key + 8 * block + lane / 4, 4 * four_steps + lane % 4));
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        b[step][block][0] = dequantise_pair<Cache, 0>(bytes.word[step]);
-        b[step][block][1] = dequantise_pair<Cache, 1>(bytes.word[step]);
-      }
+      const auto bytes = ptx::load_shared_16(tile.at(first_key + 8 * block + lane / 4, 4 * number, lane % 4));
+      for (int i = 0; i < 4; ++i) keys.word[block][i] = bytes.word[i];
     }
   }
 }
@@ -147,7 +162,7 @@ __device__ __forceinline__ void load_values(uint32_t (&b)[4][2], const Tile<kRow
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t r[4];
-      ptx::ldmatrix_x4_trans(r, tile.at(key, 4 * four_blocks + 2 * i + lane / 16));
+      ptx::ldmatrix_x4_trans(r, tile.at(key, 4 * four_blocks + 2 * i, lane / 16));
       b[2 * i][0] = r[0];
       b[2 * i][1] = r[1];
       b[2 * i + 1][0] = r[2];
@@ -156,7 +171,7 @@ __device__ __forceinline__ void load_values(uint32_t (&b)[4][2], const Tile<kRow
   } else {
     // An 8x8 matrix of 16-bit elements is 8 keys of 16 bytes: a lane gets bytes 2g and 2g + 1 of keys 2c and 2c + 1.
     uint32_t r[4];
-    ptx::ldmatrix_x4_trans(r, tile.at(key, 2 * four_blocks + lane / 16));
+    ptx::ldmatrix_x4_trans(r, tile.at(key, 2 * four_blocks, lane / 16));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t by_element = __byte_perm(r[i], 0, 0x3120);
