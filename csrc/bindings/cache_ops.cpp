@@ -226,7 +226,8 @@ void swap_blocks(const DeviceInterface& device, const Tensor& src, const Tensor&
       .dst = blocks[1],
       .block_mapping = block_mapping.const_data_ptr<int64_t>(),
   };
-  call(device, checks, &Backend::swap_blocks, params, {destination}, destination);
+  // On the device's stream, whichever end is there.
+  call(device, checks, &Backend::swap_blocks, params, {destination}, dst.is_cpu() ? source : destination);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

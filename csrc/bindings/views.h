@@ -1,6 +1,7 @@
 // What every op is made of besides its checks: params views of tensors, and the call through the backend's table.
 #pragma once
 
+#include <c10/core/DeviceGuard.h>
 #include <ATen/core/Tensor.h>
 
 #include <initializer_list>
@@ -62,6 +63,7 @@ void call(const DeviceInterface& device, const Checks& checks,
           Error (*const Backend::*kernel)(const Params&, const Context&), const Params& params,
           at::ArrayRef<Arg> written, Arg anchor) {
   const Backend& backend = device.backend();
+  const c10::DeviceGuard guard(anchor->device());
   const Error error = (backend.*kernel)(params, device.context(anchor->device()));
   TORCH_CHECK(error == nullptr, "paged_kv::", checks.op(), ": backend ", backend.name, ": ", error, " (", anchor.name,
               " ", anchor->sizes(), ")");

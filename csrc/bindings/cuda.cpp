@@ -1,0 +1,41 @@
+// torch.ops.paged_kv on CUDA: each call on the current stream of its tensors' device, with PyTorch's memory.
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <cstdlib>
+#include <string_view>
+
+#include "bindings/ops.h"
+#include "cuda/kernels.h"
+
+namespace paged_kv::bindings {
+namespace {
+
+void* allocate(size_t bytes, void* stream) {
+  return c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(bytes, static_cast<cudaStream_t>(stream));
+}
+
+// At once, while the stream may still use it: the allocator hands it out again to the same stream only.
+void release(void* memory, void*) { c10::cuda::CUDACachingAllocator::raw_delete(memory); }
+
+Context context(c10::Device device) {
+  return {nullptr, 1, c10::cuda::getCurrentCUDAStream(device.index()).stream(), allocate, release};
+}
+
+// The checking mode: PAGED_KV_CUDA_CHECKS=1 checks ids and lengths as on the CPU, for which each call waits for the
+// device and copies its index tensors to the host. Not capturable in a CUDA graph.
+bool checks_values() {
+  static const bool wanted = [] {
+    const char* text = std::getenv("PAGED_KV_CUDA_CHECKS");
+    return text != nullptr && std::string_view(text) == "1";
+  }();
+  return wanted;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(paged_kv, CUDA, library) {
+  register_backend(library, {.backend = cuda::backend, .context = context, .checks_values = checks_values});
+}
+
+}  // namespace paged_kv::bindings
