@@ -102,7 +102,17 @@ def compile_source(tools: dict[str, str], source: Path, arch: str, folder: Path)
     folder.mkdir()
     cubin = folder / "kernels.cubin"
     flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}", f"-arch=sm_{arch}"]
-    log = run(tools["nvcc"], *flags, "-Xptxas=-v", "-cubin", "--keep", f"--keep-dir={folder}", "-o", str(cubin), str(source))
+    log = run(
+        tools["nvcc"],
+        *flags,
+        "-Xptxas=-v",
+        "-cubin",
+        "--keep",
+        f"--keep-dir={folder}",
+        "-o",
+        str(cubin),
+        str(source),
+    )
     ptx = next(folder.glob("*.ptx")).read_text()
     threads = dict(re.findall(r"\.entry (\w+)\([^)]*\)\s*(?:\.\w+ [^.{]*)*?\.maxntid (\d+)", ptx))
     report = re.compile(
@@ -129,14 +139,21 @@ def compile_source(tools: dict[str, str], source: Path, arch: str, folder: Path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", action="append", choices=ARCHS, help="default: all")
-    parser.add_argument("--tools", default=os.environ.get("CUDA_TOOLS"), help="folder whose bin/ has cuobjdump, nvdisasm")
+    parser.add_argument(
+        "--tools", default=os.environ.get("CUDA_TOOLS"), help="folder whose bin/ has cuobjdump, nvdisasm"
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
 
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    tools = {name: find_tool(name, toolkit, arguments.tools) for name in ("nvcc", "cuobjdump", "nvdisasm", "c++filt")}
+    tools = {
+        name: find_tool(name, toolkit, arguments.tools)
+        for name in ("nvcc", "cuobjdump", "nvdisasm", "c++filt")
+    }
     os.environ["PATH"] = os.pathsep.join([str(Path(tools["nvdisasm"]).parent), os.environ["PATH"]])
     archs = arguments.arch or list(ARCHS)
     faults = []

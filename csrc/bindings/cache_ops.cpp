@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <tuple>
 #include <vector>
 
@@ -240,8 +241,9 @@ struct GatherArgs {
   at::ScalarType dtype() const { return k_scale ? at::kFloat : key_cache.scalar_type(); }
 };
 
-// Returns the number of tokens, the sum of seq_lens.
-int64_t check_gather_kv(const Checks& checks, const GatherArgs& a, at::ArrayRef<Arg> written) {
+// Returns the number of tokens: the sum of seq_lens, or, so as not to wait for a device, the rows given for them.
+int64_t check_gather_kv(const DeviceInterface& device, const Checks& checks, const GatherArgs& a,
+                        at::ArrayRef<Arg> written) {
   const Arg key_cache{"key_cache", a.key_cache}, value_cache{"value_cache", a.value_cache},
       block_tables{"block_tables", a.block_tables}, seq_lens{"seq_lens", a.seq_lens};
   const Args scales = present({{"k_scale", &a.k_scale}, {"v_scale", &a.v_scale}});
@@ -281,16 +283,19 @@ int64_t check_gather_kv(const Checks& checks, const GatherArgs& a, at::ArrayRef<
     checks.shape(arg, {arg->size(0), a.key_cache.size(1), a.key_cache.size(3)}, "[sum(seq_lens), Hkv, D]");
   }
 
-  // range: the lengths are needed on any device, since they give the result's shape
-  const Tensor host_lens = on_host(a.seq_lens), tables = on_host(a.block_tables);
+  // range: the lengths are needed on any device where they give the result's shape
+  if (!device.checks_values() && !written.empty()) return written[0]->size(0);
+  const Tensor host_lens = on_host(a.seq_lens);
   checks.seq_lens_range(host_lens, a.block_tables.size(1), block_size);
-  int64_t num_tokens = 0;
-  for (int64_t seq = 0; seq < num_seqs; ++seq) {
-    const int64_t seq_len = host_lens.const_data_ptr<int32_t>()[seq];
-    checks.table_range(tables, seq, 0, (seq_len + block_size - 1) / block_size, a.key_cache.size(0));
-    num_tokens += seq_len;
+  const int32_t* lens = host_lens.const_data_ptr<int32_t>();
+  const int64_t num_tokens = std::accumulate(lens, lens + num_seqs, int64_t{0});
+  if (device.checks_values()) {
+    const Tensor tables = on_host(a.block_tables);
+    for (int64_t seq = 0; seq < num_seqs; ++seq) {
+      checks.table_range(tables, seq, 0, (lens[seq] + block_size - 1) / block_size, a.key_cache.size(0));
+    }
+    for (const Arg& scale : scales) checks.scale_range({scale.name, on_host(*scale.tensor)});
   }
-  for (const Arg& scale : scales) checks.scale_range({scale.name, on_host(*scale.tensor)});
   for (const Arg& arg : written) {
     checks.shape(arg, {num_tokens, a.key_cache.size(1), a.key_cache.size(3)}, "[sum(seq_lens), Hkv, D]");
   }
@@ -330,7 +335,7 @@ TensorPair gather_kv(const DeviceInterface& device, const Tensor& key_cache, con
                      const MaybeTensor& v_scale) {
   const Checks checks("gather_kv");
   const GatherArgs args{key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale};
-  const int64_t num_tokens = check_gather_kv(checks, args, {});
+  const int64_t num_tokens = check_gather_kv(device, checks, args, {});
   const auto allocate = [&] {
     return at::empty({num_tokens, key_cache.size(1), key_cache.size(3)}, key_cache.options().dtype(args.dtype()));
   };
@@ -345,7 +350,7 @@ void gather_kv_out(const DeviceInterface& device, const Tensor& key_cache, const
   const Checks checks("gather_kv");
   const GatherArgs args{key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale};
   const Args written{{"key", key}, {"value", value}};
-  run_gather_kv(device, checks, args, check_gather_kv(checks, args, written), written);
+  run_gather_kv(device, checks, args, check_gather_kv(device, checks, args, written), written);
 }
 
 }  // namespace

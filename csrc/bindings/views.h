@@ -1,8 +1,8 @@
 // What every op is made of besides its checks: params views of tensors, and the call through the backend's table.
 #pragma once
 
-#include <c10/core/DeviceGuard.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <initializer_list>
 #include <optional>

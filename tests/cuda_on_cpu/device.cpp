@@ -85,6 +85,9 @@ std::string describe(const Site& site) {
   return format("%s:%u", site.file, site.line);
 }
 
+// Nearly always one literal.
+bool are_equal(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
+
 int environment(const char* name, int otherwise) {
   const char* text = std::getenv(name);
   return text == nullptr ? otherwise : std::atoi(text);
@@ -125,8 +128,8 @@ class Executor {
       warp.instruction = instruction;
       warp.site = site;
       warp.first = &self;
-    } else if (warp.site.line != site.line || std::strcmp(warp.instruction, instruction) != 0 ||
-               std::strcmp(warp.site.file, site.file) != 0) {
+    } else if (warp.site.line != site.line || !are_equal(warp.instruction, instruction) ||
+               !are_equal(warp.site.file, site.file)) {
       fail(("warp divergence: this thread is at " + std::string(instruction) + ", thread " +
             describe(warp.first->index) + " of its warp at " + warp.instruction + ", " + describe(warp.site))
                .c_str(),
@@ -152,7 +155,7 @@ class Executor {
     if (num_arrived_ == 0) {
       barrier_site_ = site;
       num_true_ = 0;
-    } else if (barrier_site_.line != site.line || std::strcmp(barrier_site_.file, site.file) != 0) {
+    } else if (barrier_site_.line != site.line || !are_equal(barrier_site_.file, site.file)) {
       fail(("barrier divergence: other threads of the block wait at " + describe(barrier_site_)).c_str(), site);
     }
     num_true_ += predicate;
