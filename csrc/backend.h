@@ -19,8 +19,8 @@ struct Context {
   void (*parallel_for)(int64_t n, int64_t grain, void (*body)(void* arg, int64_t begin, int64_t end), void* arg);
   int num_threads;
   void* stream;  // cudaStream_t; null on the CPU
-  // Memory of the stream's device, usable by what is queued on the stream until it is released; null where none is left.
-  // Not asked for on the CPU.
+  // Memory of the stream's device, usable by what is queued on the stream until it is released; null where none is
+  // left. Not asked for on the CPU.
   void* (*allocate)(size_t bytes, void* stream) = nullptr;
   void (*release)(void* memory, void* stream) = nullptr;
 };
