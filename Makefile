@@ -2,7 +2,8 @@
 #   make demo    answers a few prompts with a real model        make lint    checks layout and house rules
 #   make test    builds and runs the tests                      make bench   runs the benchmarks, vLLM beside them
 #   make fuzz    walks over the block manager's calls for long
-#   make cuda-check  compiles the CUDA kernels for real architectures and reads the machine code; no GPU needed
+#   make cuda-check   compiles the CUDA kernels for real architectures and reads the machine code; no GPU needed
+#   make cuda-faults  puts faults into the CUDA kernels and has the tests find each
 #
 # Where pip's torch is the CUDA one and a smaller download will do:
 #   make TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu" ...
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: demo test fuzz lint bench build clean cuda-check
+.PHONY: demo test fuzz lint bench build clean cuda-check cuda-faults
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -37,6 +38,9 @@ test: $(VENV)/built-for-tests
 # Some 250,000 calls, each compared with the slow model; about ten minutes.
 fuzz: $(VENV)/built
 	PAGED_KV_FUZZ_WALKS=6000 $(BIN)/python -m pytest tests/test_manager_model.py
+
+cuda-faults: $(VENV)/built-for-tests
+	$(BIN)/python tests/cuda_on_cpu/faults.py --headers $$($(BIN)/python -c 'import nvidia; print(list(nvidia.__path__)[0])')/cu13/include
 
 # cuobjdump and nvdisasm come from PyPI, and so does nvcc where the machine has none.
 CUDA_TOOLS := .venv-cuda-tools
@@ -83,7 +87,7 @@ $(VENV)/built: $(VENV)/dependencies $(NATIVE)
 # kernels executed on the CPU, for which the toolkit's headers come from PyPI.
 $(VENV)/built-for-tests: $(VENV)/dependencies $(NATIVE) $(shell find tests/emulation tests/cuda_on_cpu -type f -not -name '*.pyc')
 	CMAKE_ARGS="$(CMAKE_ARGS) -DPAGED_KV_SIMDE=$$($(BIN)/python -c 'import simde_py; print(simde_py.get_include())') \
-	-DPAGED_KV_CUDA_ON_CPU=ON -DPAGED_KV_CUDA_HEADERS=$$($(BIN)/python -c 'import nvidia; print(list(nvidia.__path__)[0])')/cu13" \
+	-DPAGED_KV_CUDA_ON_CPU=plain;checked -DPAGED_KV_CUDA_HEADERS=$$($(BIN)/python -c 'import nvidia; print(list(nvidia.__path__)[0])')/cu13" \
 		$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@ $(VENV)/built
 

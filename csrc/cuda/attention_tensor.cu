@@ -51,13 +51,14 @@ struct TensorTraits {
   static_assert(kThreads % (kCacheBytes / 16) == 0, "a thread loads the same chunk of each of its rows");
   static_assert(2 * kKeys <= kThreads, "a thread loads one scale");
 
+  static constexpr int kScales = kIsQuantised ? kKeys : 1;  // of a tile; unused where 1
   struct Stage {
     Tile<kKeys, kCacheBytes> keys, values;
-    float k_scale[kKeys], v_scale[kKeys];  // in use where quantised
+    float k_scale[kScales], v_scale[kScales];
   };
   struct Pipeline {
     Tile<kRows, kHeadDim * 2> query;
-    float query_factor[kRows];  // what quantised queries were divided by
+    float query_factor[kIsQuantised ? kRows : 1];  // what queries over a quantised cache were divided by
     Stage stages[kStages];
   };
   // With few rows, warps that find none for them leave theirs out: 16 rows and a tile of 32 keys occupy two warps.
@@ -434,11 +435,15 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
     if (lane % 4 == 0) exchange.state[key_warp][row] = w.state[r];
     const float factor = Traits::kIsQuantised ? w.value_scale : 1.0f;
 #pragma unroll
-    for (int block = 0; block < w.kOutBlocks; ++block) {
+    for (int block = 0; block < w.kOutBlocks; block += 2) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int d = element_of_block<typename Traits::T, typename Traits::Cache>(block, 2 * (lane % 4) + i);
-        exchange.out[key_warp][row][d] = w.out[block][2 * r + i] * factor;
+        // Two neighbouring elements of the head: columns of one block, or one column of two blocks.
+        const int d = element_of_block<typename Traits::T, typename Traits::Cache>(
+            Traits::kIsQuantised ? block : block + i, 2 * (lane % 4) + (Traits::kIsQuantised ? i : 0));
+        const float first = Traits::kIsQuantised ? w.out[block][2 * r + i] : w.out[block + i][2 * r];
+        const float second = Traits::kIsQuantised ? w.out[block + 1][2 * r + i] : w.out[block + i][2 * r + 1];
+        *reinterpret_cast<float2*>(&exchange.out[key_warp][row][d]) = make_float2(first * factor, second * factor);
       }
     }
   }

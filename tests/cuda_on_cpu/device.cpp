@@ -98,13 +98,18 @@ class Executor {
  public:
   Executor() : fibers_(kMaxThreads), warps_(kMaxThreads / kWarpSize) {
     shared_ = static_cast<char*>(std::aligned_alloc(kSharedAlignment, kSharedAlignment + kMaxSharedBytes));
+    stacks_ = static_cast<char*>(mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
+                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   }
-  ~Executor() { std::free(shared_); }
+  ~Executor() {
+    std::free(shared_);
+    munmap(stacks_, kMaxThreads * kStackBytes);
+  }
   Executor(const Executor&) = delete;
 
   // Returns an error, or nothing. A block that failed leaves its fibers where they stand.
   std::string run(const Launch& launch, const uint3& index, const Grid& grid, uint32_t seed) {
-    block_ = {&launch, index, shared_, launch.shared_bytes};
+    block_ = {&launch, index, shared_, launch.shared_bytes, stacks_, stacks_ + kMaxThreads * kStackBytes};
     grid_ = &grid;
     error_.clear();
     std::memset(shared_, kNoBytes, launch.shared_bytes);
@@ -189,11 +194,6 @@ class Executor {
     std::minstd_rand random(seed);
     for (int rank = 0; rank < num_threads_; ++rank) {
       Fiber& fiber = fibers_[rank];
-      if (fiber.stack == nullptr) {
-        fiber.stack = static_cast<char*>(
-            mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-        fiber.stack_end = fiber.stack + kStackBytes;
-      }
       const unsigned r = static_cast<unsigned>(rank);
       fiber.index = {r % size.x, r / size.x % size.y, r / size.x / size.y};
       fiber.rank = rank;
@@ -203,7 +203,7 @@ class Executor {
       fiber.block_epoch = fiber.warp_epoch = fiber.groups_committed = 0;
       fiber.state = State::kReady;
       fiber.copies.clear();
-      prepare(fiber.context, fiber.stack, kStackBytes, [] { Executor::current().fiber_main(); });
+      prepare(fiber.context, stacks_ + rank * kStackBytes, kStackBytes, [] { Executor::current().fiber_main(); });
       fiber.warp->lanes[fiber.lane] = fiber.warp->order[fiber.lane] = &fiber;
     }
     warp_order_.resize(static_cast<size_t>(num_warps));
@@ -296,7 +296,7 @@ class Executor {
   std::vector<Warp*> warp_order_;
   size_t warp_cursor_ = 0;
   std::unique_ptr<Context> main_ = std::make_unique<Context>();
-  char* shared_;
+  char *shared_, *stacks_;
   Block block_{};
   const Grid* grid_ = nullptr;
   std::string error_;
@@ -334,9 +334,11 @@ uint32_t block_seed(uint64_t seed, uint64_t launch, uint64_t block) {
 
 Space space_of(const Thread& thread, const void* address) {
   const char* p = static_cast<const char*>(address);
-  if (p >= thread.stack && p < thread.stack_end) return Space::kLocal;
-  if (p >= thread.block->shared && p < thread.block->shared + kMaxSharedBytes) return Space::kShared;
-  return Space::kGlobal;
+  const Block& block = *thread.block;
+  const auto is_in = [p](const char* begin, const char* end) { return p >= begin && p < end; };
+  if (is_in(block.stacks, block.stacks_end)) return Space::kLocal;
+  if (is_in(block.launch->parameters, block.launch->parameters + block.launch->parameter_bytes)) return Space::kLocal;
+  return is_in(block.shared, block.shared + kMaxSharedBytes) ? Space::kShared : Space::kGlobal;
 }
 
 void fail(const char* what, const Site& site) { Executor::current().fail(what, site); }
@@ -378,7 +380,7 @@ void async_wait(int groups_in_flight) {
   size_t kept = 0;
   for (AsyncCopy& copy : self.copies) {
     if (copy.group + static_cast<uint32_t>(groups_in_flight) < self.groups_committed) {
-      observe(Access::kAsyncWrite, copy.destination, copy.size, copy.instruction, copy.site);
+      observe(Access::kAsyncArrival, copy.destination, copy.size, copy.instruction, copy.site);
       std::memcpy(copy.destination, copy.bytes, copy.size);
     } else {
       self.copies[kept++] = copy;
@@ -398,7 +400,9 @@ cudaError_t run(const Grid& grid) {
   static std::atomic<uint64_t> num_launches = 0;
   const uint64_t seed = static_cast<uint64_t>(environment("CUDA_ON_CPU_SEED", 0)), number = num_launches++;
   const std::string name = describe_code(grid.kernel);
-  const Launch launch{name.c_str(), grid.grid, grid.block, grid.shared_bytes};
+  const Launch launch{
+      name.c_str(),       grid.grid, grid.block, grid.shared_bytes, static_cast<const char*>(grid.arguments),
+      grid.argument_bytes};
   if (observer != nullptr) observer->launch_begins(launch);
 
   std::atomic<uint64_t> next_block = 0;

@@ -56,13 +56,14 @@ struct Thread {
   Block* block;
   uint32_t block_epoch;  // __syncthreads passed
   uint32_t warp_epoch;   // __syncwarp passed
-  char *stack, *stack_end;
 };
 
 struct Launch {
   const char* kernel;  // demangled
   dim3 grid, block;
   size_t shared_bytes;
+  const char* parameters;  // of the kernel
+  size_t parameter_bytes;
 };
 
 struct Block {
@@ -70,6 +71,7 @@ struct Block {
   uint3 index;  // blockIdx
   char* shared;
   size_t shared_bytes;
+  const char *stacks, *stacks_end;  // of all its threads
 };
 
 // The CUDA thread that this OS thread is running; null outside of kernels.
@@ -78,15 +80,16 @@ inline Thread* current_thread() { return running; }
 
 enum class Space { kGlobal, kShared, kLocal };
 
-// Which memory of this thread an address lies in; kLocal is its stack.
+// Which memory of this thread an address lies in; kLocal is the stacks and the kernel's parameters.
 Space space_of(const Thread& thread, const void* address);
 
 enum class Access {
   kRead,
   kWrite,
   kAtomic,
-  kAsyncRead,   // the source of a cp.async, when it is issued
-  kAsyncWrite,  // the destination of a cp.async: when it is issued, and again when it arrives
+  kAsyncRead,     // the source of a cp.async, when it is issued
+  kAsyncWrite,    // its destination, when it is issued
+  kAsyncArrival,  // its destination, when it arrives: a write in the name of the waiting thread
 };
 
 // Calls come from several OS threads at once, but for one block always from the same one.
@@ -140,6 +143,7 @@ struct Grid {
   const void* kernel;
   void (*call)(void* arguments);
   void* arguments;
+  size_t argument_bytes;
 };
 cudaError_t run(const Grid& grid);
 

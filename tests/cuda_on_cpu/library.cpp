@@ -1,5 +1,6 @@
 // torch.ops.paged_kv_cuda_on_cpu: the ops of paged_kv over the CUDA backend's table, whose kernels run on fibers. Same
-// schemas, same checks, tensors on the CPU.
+// schemas, same checks, tensors on the CPU. The build gives the namespace's name, so that two builds fit in one
+// process.
 #include <cstdlib>
 #include <cstring>
 
@@ -21,9 +22,9 @@ Context context(c10::Device) { return {nullptr, 1, nullptr, allocate, release}; 
 
 }  // namespace
 
-TORCH_LIBRARY(paged_kv_cuda_on_cpu, library) { define_ops(library); }
+TORCH_LIBRARY(PAGED_KV_NAMESPACE, library) { define_ops(library); }
 
-TORCH_LIBRARY_IMPL(paged_kv_cuda_on_cpu, CPU, library) {
+TORCH_LIBRARY_IMPL(PAGED_KV_NAMESPACE, CPU, library) {
   register_backend(library, {.backend = cuda::backend, .context = context, .checks_values = [] { return true; }});
 }
 

@@ -78,7 +78,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                              auto& c = *static_cast<Call*>(argument);
                              std::apply(c.kernel, c.parameters);
                            },
-                           &call});
+                           &call, sizeof(call)});
 }
 
 template <class Kernel>
