@@ -7,7 +7,7 @@ tests to find them.
 
 import cuda_on_cpu
 import pytest
-import test_attention
+import test_attention as shared_tests
 import torch
 from cases import Case, make_inputs
 from conftest import Backend
@@ -39,11 +39,11 @@ ATTENTION = {
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name: str, seed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_ON_CPU_SEED", seed)
-    test_attention.check(ATTENTION[name], BACKEND)
+    shared_tests.check(ATTENTION[name], BACKEND)
 
 
 def test_far_blocks() -> None:
-    test_attention.test_offsets_beyond_32_bits(BACKEND)
+    shared_tests.test_offsets_beyond_32_bits(BACKEND)
 
 
 @pytest.mark.parametrize("head_dim", [64, 40, 33])
