@@ -24,7 +24,7 @@ def test_example_runs_as_it_stands(index: int, capsys: pytest.CaptureFixture) ->
         exec(compile(EXAMPLES[index], f"README example {index}", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     if index == 1:
-        assert printed == "6 blocks in use, waste 18.8%\n"
+        assert printed == "8 blocks in use, waste 14.1%\n"
     if index == 2:
         assert "What is the capital of France? -> The capital of France is Paris." in printed
         assert "waste:" in printed
