@@ -55,5 +55,9 @@ class DataMachine(ManagerMachine):
 
 TestData = DataMachine.TestCase
 TestData.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25,
+    stateful_step_count=30,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )

@@ -9,6 +9,7 @@ TestManager = ManagerMachine.TestCase
 TestManager.settings = settings(
     max_examples=int(os.environ.get("PAGED_KV_FUZZ_WALKS", "60")),
     stateful_step_count=50,
+    derandomize="PAGED_KV_FUZZ_WALKS" not in os.environ,  # tests repeat their walks, make fuzz takes new ones
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
