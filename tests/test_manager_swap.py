@@ -64,6 +64,20 @@ def test_a_block_that_was_written_to_since_its_twin_left_is_copied_again(tokens)
     m.check()
 
 
+def test_a_shorter_sequence_writes_over_what_a_longer_one_that_left_had_there():
+    m = opened()
+    m.fork("a", "b")
+    m.swap_out(["a"])
+    m.append(["b"], [[10]])
+    assert m.swap_in(["a"]) == []  # b's last block has all of a's tokens, and one more
+    (last,) = {int(m.block_tables([seq_id])[0, 2]) for seq_id in "ab"}
+    left = dict(m.swap_out(["b"]))
+    assert m.append(["a"], [[11]]).slot_mapping.tolist() == [last * 4 + 2]  # over b's token 10
+    assert [source for source, _ in m.swap_in(["b"])] == [left[last]]
+    assert m.block_tables(["b"])[0, 2] != last
+    m.check()
+
+
 def test_sequences_that_leave_one_after_the_other_share_too():
     m = opened()
     m.fork("a", "b")

@@ -21,6 +21,7 @@ from ..errors import OutOfBlocksError
 from .events import Copied, Recorder
 from .pool import BlockPool, expect
 from .prefix import PrefixCache
+from .swap import Swapper
 from .tables import SequenceTables
 
 Copies = list[tuple[int, int]]
@@ -36,12 +37,14 @@ class Growth:
         pool: BlockPool,
         tables: SequenceTables,
         prefix: PrefixCache | None,
+        swapper: Swapper,
         recorder: Recorder,
         publish: Callable[[], None],
     ) -> None:
         self.pool = pool
         self.tables = tables
         self.prefix = prefix
+        self.swapper = swapper
         self.recorder = recorder
         self.publish = publish  # what is left to publish may be equal to what is cached, and free blocks
 
@@ -152,7 +155,13 @@ class Growth:
             block = int(tables.blocks[group, row, place])
             self.prefix.forget([block])
             pool.uncache(block)
-        return self._copy(copies)
+        block_copies = self._copy(copies)
+        if writing and self.swapper.host_of:
+            for row in writing:
+                place, offset = divmod(int(tables.seq_len[row]), size)
+                for block in tables.blocks[:, row, place].tolist():
+                    self.swapper.note_write(block, offset)
+        return block_copies
 
     def _grow(self, seq_id: Hashable, row: int, count: int) -> None:
         """`count` more blocks in every group."""

@@ -116,8 +116,10 @@ class PagedKVCacheManager:
             else None
         )
         self._publisher = Publisher(self._pool, self._tables, self._prefix, self._recorder)
-        self._growth = Growth(self._pool, self._tables, self._prefix, self._recorder, self._publisher.publish)
         self._swapper = Swapper(num_host_blocks, self._pool, self._tables, self._prefix)
+        self._growth = Growth(
+            self._pool, self._tables, self._prefix, self._swapper, self._recorder, self._publisher.publish
+        )
         self._pins = Pins(num_blocks // 2 if pin_budget is None else pin_budget, clock)
         self._admissions = Admissions(self._pool, self._tables, self._prefix, self.windows, identity)
 
