@@ -13,12 +13,15 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <iomanip>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -195,18 +198,17 @@ class Checker : public Observer {
     watched_.clear();
   }
 
+  // As JSON: {kernel: counts}.
   std::string report() const {
-    std::string text = "{";
-    auto number = [&](const char* name, uint64_t value) {
-      text += "\"" + std::string(name) + "\": " + std::to_string(value) + ", ";
-    };
+    std::ostringstream text;
+    auto number = [&](const char* name, uint64_t value) { text << std::quoted(name) << ": " << value << ", "; };
     auto traffic = [&](const char* name, const Traffic& t) {
-      text += "\"" + std::string(name) + "\": {\"instructions\": " + std::to_string(t.instructions) +
-              ", \"bytes\": " + std::to_string(t.bytes) + ", \"sectors\": " + std::to_string(t.sectors) + "}, ";
+      text << std::quoted(name) << ": {\"instructions\": " << t.instructions << ", \"bytes\": " << t.bytes
+           << ", \"sectors\": " << t.sectors << "}, ";
     };
+    const char* before_kernel = "{";
     for (const auto& [kernel, c] : counts_) {
-      text += text.size() > 1 ? ", " : "";
-      text += "\"" + kernel + "\": {";
+      text << std::exchange(before_kernel, ", ") << std::quoted(kernel) << ": {";
       number("launches", c.launches);
       traffic("read", c.read);
       traffic("written", c.written);
@@ -214,13 +216,15 @@ class Checker : public Observer {
       number("shared_instructions", c.shared_instructions);
       number("wavefronts", c.wavefronts);
       number("ideal_wavefronts", c.ideal_wavefronts);
-      text += "\"warp_operations\": {";
+      text << "\"warp_operations\": ";
+      const char* before_operation = "{";
       for (const auto& [name, count] : c.warp_operations) {
-        text += (text.back() == '{' ? "\"" : ", \"") + name + "\": " + std::to_string(count);
+        text << std::exchange(before_operation, ", ") << std::quoted(name) << ": " << count;
       }
-      text += "}}";
+      text << (c.warp_operations.empty() ? "{}}" : "}}");
     }
-    return text + "}";
+    text << (counts_.empty() ? "{}" : "}");
+    return text.str();
   }
 
  private:
