@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,19 +98,20 @@ class PagedKVCache:
         interleaved: bool = False,
         scales: str | None = None,
     ) -> None:
-        _check_range("num_layers", num_layers, 1)
-        _check_range("block_size", block_size, 1, 1024)
+        num_layers = _integer("num_layers", num_layers, 1)
+        self.block_size = _integer("block_size", block_size, 1, 1024)
         _check_choice("dtype", dtype, (*_FLOATS, *_QUANTISED))
         _check_choice("layout", layout, tuple(_LAYOUTS))
         quantised = dtype in _QUANTISED
         if scales is None:
             scales = "token" if quantised else "none"
         _check_choice("scales", scales, _SCALES if quantised else ("none",))
+        if not isinstance(interleaved, bool):
+            raise ValueError(f"interleaved: expected True or False, got {interleaved!r}")
 
         self.num_kv_heads = _per_layer("num_kv_heads", num_kv_heads, num_layers)
         self.head_dim = _per_layer("head_dim", head_dim, num_layers, 256)
         self.dtype = dtype
-        self.block_size = block_size
         self.layout = layout
         self.interleaved = interleaved
         self.scales = scales
@@ -233,9 +236,8 @@ class PagedKVCache:
             got = "none" if memory is None else "both"
             raise ValueError(f"num_blocks, memory: expected one of them, got {got}")
         if memory is None:
-            _check_range("num_blocks", num_blocks, 1)
-            return num_blocks
-        _check_range("memory", memory, 1)
+            return _integer("num_blocks", num_blocks, 1)
+        memory = _integer("memory", memory, 1)
         if memory < self.bytes_per_block:
             raise ValueError(
                 f"memory: expected at least the bytes of one block over {self.num_layers} layers, "
@@ -275,30 +277,39 @@ def _aligned_bytes(dims: str, dtype: torch.dtype, size: dict[str, int]) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pairs(block_mapping: Tensor | Sequence[tuple[int, int]]) -> Tensor:
-    """int64 ``[K, 2]``"""
+def _pairs(block_mapping: Tensor | np.ndarray | Sequence[tuple[int, int]]) -> Tensor:
+    """int64 ``[K, 2]``; what is wrong with a tensor is for the op to say."""
     if isinstance(block_mapping, Tensor):
         return block_mapping
-    return torch.tensor(block_mapping, dtype=torch.int64).reshape(-1, 2)
+    try:
+        pairs = np.asarray(block_mapping)
+    except ValueError:  # rows of several lengths
+        raise ValueError(f"block_mapping: expected pairs of block ids, got {block_mapping!r}") from None
+    if not pairs.size:
+        return torch.zeros(0, 2, dtype=torch.int64)
+    if pairs.dtype.kind not in "iu" or pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"block_mapping: expected pairs of block ids, got {block_mapping!r}")
+    return torch.from_numpy(pairs.astype(np.int64))
 
 
 def _per_layer(
     name: str, value: int | Sequence[int], num_layers: int, high: int | None = None
 ) -> tuple[int, ...]:
-    values = (value,) * num_layers if isinstance(value, int) else tuple(value)
+    several = isinstance(value, Iterable) and not isinstance(value, str)
+    values = tuple(value) if several else (value,) * num_layers
     if len(values) != num_layers:
         raise ValueError(
             f"{name}: expected one number, or one for each of {num_layers} layers, got {len(values)}"
         )
-    for number in values:
-        _check_range(name, number, 1, high)
-    return values
+    return tuple(_integer(name, number, 1, high) for number in values)
 
 
-def _check_range(name: str, value: int, low: int, high: int | None = None) -> None:
-    if not isinstance(value, int) or value < low or (high is not None and value > high):
+def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value`, an integer of Python's or numpy's in that range, as Python's."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < low or (high and value > high):
         bound = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name}: expected an integer {bound}, got {value!r}")
+    return int(value)
 
 
 def _check_choice(name: str, value: object, choices: tuple) -> None:

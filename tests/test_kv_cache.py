@@ -4,6 +4,7 @@ import gc
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from compare import assert_same_bits
@@ -137,18 +138,23 @@ def test_sized_by_bytes(dtype):
         ({"num_blocks": None}, "num_blocks, memory: expected one of them, got none"),
         ({"num_blocks": 0}, "num_blocks: expected an integer of at least 1, got 0"),
         ({"num_blocks": 2.0}, "num_blocks: expected an integer of at least 1, got 2.0"),
+        ({"num_blocks": True}, "num_blocks: expected an integer of at least 1, got True"),
         ({"memory": 1e9}, "memory: expected an integer of at least 1, got 1000000000.0"),
         ({"block_size": 0}, "block_size: expected an integer from 1 to 1024, got 0"),
         ({"block_size": 1025}, "block_size: expected an integer from 1 to 1024, got 1025"),
         ({"head_dim": 257}, "head_dim: expected an integer from 1 to 256, got 257"),
         ({"head_dim": [8, 0]}, "head_dim: expected an integer from 1 to 256, got 0"),
         ({"num_kv_heads": 0}, "num_kv_heads: expected an integer of at least 1, got 0"),
+        ({"num_kv_heads": 2.0}, r"num_kv_heads: expected an integer of at least 1, got 2\.0"),
+        ({"num_kv_heads": "33"}, "num_kv_heads: expected an integer of at least 1, got '33'"),
+        ({"num_kv_heads": [3, 3.0]}, r"num_kv_heads: expected an integer of at least 1, got 3\.0"),
         ({"num_kv_heads": [3]}, "num_kv_heads: expected one number, or one for each of 2 layers, got 1"),
         (
             {"dtype": torch.float64},
             r"dtype: expected torch\.float32 or torch\.float16 or .*, got torch\.float64",
         ),
         ({"layout": "DHN"}, "layout: expected 'HND' or 'NHD' or 'head_major', got 'DHN'"),
+        ({"interleaved": "no"}, "interleaved: expected True or False, got 'no'"),
         ({"scales": "token"}, "scales: expected 'none', got 'token'"),
         ({"scales": "row", "dtype": torch.int8}, r"scales: expected 'token' or .* or 'none', got 'row'"),
     ],
@@ -157,6 +163,15 @@ def test_sized_by_bytes(dtype):
 def test_wrong_arguments_are_named(kwargs, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         make(**kwargs)
+
+
+def test_integers_of_numpy_do_as_well():
+    i = np.int32
+    cache = PagedKVCache(i(2), [i(1), 2], np.uint8(8), torch.float32, i(4), num_blocks=np.int64(3))
+    assert cache[1].key.shape == (3, 2, 4, 8)
+    sizes = (cache.num_layers, cache.block_size, cache.num_blocks, *cache.num_kv_heads, *cache.head_dim)
+    assert {type(size) for size in sizes} == {int}
+    assert PagedKVCache(1, 1, 8, torch.float32, memory=np.int64(1 << 20)).num_blocks == 1024
 
 
 def test_blocks_and_bytes_together_are_refused():
@@ -245,6 +260,28 @@ def test_wrong_copies_raise_and_copy_nothing(mapping):
         cache.copy_blocks(mapping)
     for now, then in zip(tensors(cache), before, strict=True):
         assert_same_bits(now, then, "untouched")
+
+
+@pytest.mark.parametrize(
+    "mapping", ([(0.5, 1)], [(True, False)], [0, 1], [(0, 1, 2)], [(0, 1), (2,)], "01", 3)
+)
+def test_what_are_no_pairs_is_not_taken_for_some(mapping):
+    cache = fill(make())
+    before = [t.clone() for t in tensors(cache)]
+    for call in (cache.copy_blocks, lambda pairs: cache.swap_blocks(make(), pairs)):
+        with pytest.raises(
+            ValueError, match=f"^block_mapping: expected pairs of block ids, got {re.escape(repr(mapping))}$"
+        ):
+            call(mapping)
+    for now, then in zip(tensors(cache), before, strict=True):
+        assert_same_bits(now, then, "untouched")
+
+
+def test_pairs_may_be_an_array():
+    cache = fill(make())
+    cache.copy_blocks(np.array([(0, 1)], np.int32))
+    assert_same_bits(cache[1].key[1], cache[1].key[0], "copied")
+    cache.copy_blocks(np.zeros((0, 2)))
 
 
 def test_like_has_the_same_geometry():

@@ -121,9 +121,9 @@ def test_allocate_token_slot_counts_up():
     blocks = [m.allocate_token_slot("a", n) for n in range(1, 6)]
     assert blocks[0] == blocks[1] != blocks[2] == blocks[3] != blocks[4]
     assert m.allocate_token_slot("a", 3) == blocks[2]
-    with pytest.raises(ValueError, match="between 1 and 6, not 7"):
+    with pytest.raises(ValueError, match="from 1 to 6, not 7"):
         m.allocate_token_slot("a", 7)
-    with pytest.raises(ValueError, match="between 1 and 6, not 0"):
+    with pytest.raises(ValueError, match="from 1 to 6, not 0"):
         m.allocate_token_slot("a", 0)
     m.fork("a", "b")
     with pytest.raises(SharedBlockError, match="use append"):

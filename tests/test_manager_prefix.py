@@ -118,7 +118,7 @@ def test_a_key_of_later_tokens_leaves_the_blocks_before_them_shared():
     assert m.admit("b", TOKENS, keys=[ContentKey("media", "dog", 9, 12)]).num_cached_tokens == 8
 
 
-@pytest.mark.parametrize("span", [(3, 3), (5, 2), (-1, 4), (1, None)])
+@pytest.mark.parametrize("span", [(3, 3), (5, 2), (1, None)])
 def test_a_key_needs_tokens(span):
     with pytest.raises(ValueError, match="start must come before stop"):
         ContentKey("media", "x", *span)

@@ -157,22 +157,3 @@ def test_commit_takes_lengths_between_computed_and_appended(lengths):
     m = opened(4)
     with pytest.raises(ValueError, match="must be between 4 and 4"):
         m.commit(["a"], lengths)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"num_blocks": 0}, "num_blocks must be an integer of at least 1, not 0"),
-        ({"num_blocks": 4, "block_size": 0}, "block_size must be an integer of at least 1, not 0"),
-        (
-            {"num_blocks": 4, "num_host_blocks": -1},
-            "num_host_blocks must be an integer of at least 0, not -1",
-        ),
-        ({"num_blocks": 4, "pin_budget": -1}, "pin_budget must be an integer of at least 0, not -1"),
-        ({"num_blocks": 4, "windows": ()}, "windows must hold None or at least 1 for each group"),
-        ({"num_blocks": 4, "windows": (None, 0)}, "windows must hold None or at least 1 for each group"),
-    ],
-)
-def test_the_managers_options_are_checked(options, match):
-    with pytest.raises(ValueError, match=match):
-        PagedKVCacheManager(**options)

@@ -10,7 +10,7 @@ admission.py  whether a prompt fits, and what it finds
 pins.py       prefixes kept from eviction
 swap.py       sequences on the host
 events.py     what happened;  stats.py  how much of it
-manager.py    the calls
+manager.py    the calls;  arguments.py, tokens.py  what they may be given
 
 handover.py   a sequence or a prefix cache, taken from one manager into another;  prometheus.py  figures for Prometheus
 """

@@ -16,7 +16,6 @@ from .chain import ContentKey, TokenChain, root_digest
 from .pool import BlockPool
 from .prefix import Match, PrefixCache
 from .tables import SequenceTables
-from .tokens import Tokens, token_bytes
 
 REMEMBERED = 1024  # prompts refused or preempted whose digests are kept, so that a retry hashes nothing again
 
@@ -103,12 +102,12 @@ class Admissions:
 
     # Chains of prompts, and those that are kept for another try
 
-    def chain(self, tokens: Tokens, keys: Sequence[ContentKey]) -> TokenChain:
+    def chain(self, prompt: bytes, keys: Sequence[ContentKey]) -> TokenChain:
         size = self.tables.block_size
         if self.prefix is None:
             return TokenChain(b"", size, b"", ())
         root = root_digest(self.identity, size, keys) if keys else self.root
-        return TokenChain(root, size, token_bytes(tokens), keys)
+        return TokenChain(root, size, prompt, keys)
 
     def recall(self, seq_id: Hashable, chain: TokenChain) -> bool:
         """Gives the chain the digests known from an earlier try; tells whether the sequence was preempted."""

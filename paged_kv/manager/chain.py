@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+from .arguments import instance, integer, is_listing
+
 BYTES_PER_TOKEN = 4
 
 
@@ -31,7 +33,12 @@ class ContentKey:
     stop: int | None = None
 
     def __post_init__(self) -> None:
-        if self.start < 0 or (self.start if self.stop is None else self.start >= self.stop):
+        instance("kind", self.kind, str, "text")
+        instance("value", self.value, (str, bytes), "text or bytes")
+        object.__setattr__(self, "start", integer("start", self.start, 0))
+        if self.stop is not None:
+            object.__setattr__(self, "stop", integer("stop", self.stop, 1))
+        if self.start if self.stop is None else self.start >= self.stop:
             raise ValueError(
                 f"start must come before stop, and be 0 without a stop, not {self.start}, {self.stop}"
             )
@@ -40,10 +47,15 @@ class ContentKey:
     def encode(self, first: int) -> bytes:
         """Kind, value and, unless it belongs to the whole sequence, its tokens counted from token `first`."""
         value = self.value.encode() if isinstance(self.value, str) else self.value
-        if not isinstance(value, bytes):
-            raise TypeError(f"value must be text or bytes, not {value!r}")
         span = b"" if self.stop is None else _number(self.start - first) + _number(self.stop - first)
         return _field(self.kind.encode()) + _field(value) + span
+
+
+def content_keys(keys: Sequence[ContentKey]) -> Sequence[ContentKey]:
+    """The argument `keys` of a call, if it is what it should be."""
+    if not is_listing(keys) or not all(isinstance(key, ContentKey) for key in keys):
+        raise TypeError(f"keys must be a sequence of ContentKey, not {keys!r}")
+    return keys
 
 
 def root_digest(identity: str, block_size: int, keys: Sequence[ContentKey]) -> bytes:

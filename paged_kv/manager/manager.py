@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from operator import index
 from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import DuplicateSequenceError, OutOfBlocksError, RollbackError, SharedBlockError
 from .admission import Admission, Admissions, AdmissionStatus
-from .chain import ContentKey, TokenChain
+from .arguments import instance, integer, is_listing, window_sizes
+from .arguments import seconds as parse_seconds
+from .chain import ContentKey, TokenChain, content_keys
 from .events import Dropped, Event, Forked, Preempted, Recorder, SwappedIn, SwappedOut
 from .growth import Growth
 from .pins import Pin, Pins
@@ -34,7 +35,7 @@ from .publish import Publisher
 from .stats import Stats, collect
 from .swap import Swapper
 from .tables import UNLIMITED, SequenceTables
-from .tokens import Tokens, num_tokens_of, parse_batch, parse_lengths
+from .tokens import Tokens, parse_batch, parse_lengths, parse_prompt
 
 
 class Step(NamedTuple):
@@ -91,27 +92,21 @@ class PagedKVCacheManager:
         pin_budget: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value, least in (
-            ("num_blocks", num_blocks, 1),
-            ("block_size", block_size, 1),
-            ("num_host_blocks", num_host_blocks, 0),
-            ("pin_budget", pin_budget if pin_budget is not None else 0, 0),
-        ):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
-        if not windows or any(window is not None and window < 1 for window in windows):
-            raise ValueError(
-                f"windows must hold None or at least 1 for each group of layers, not {windows!r}"
-            )
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.windows = tuple(windows)
+        self.num_blocks = integer("num_blocks", num_blocks, 1)
+        self.block_size = integer("block_size", block_size, 1)
+        self.windows = window_sizes(windows)
+        instance("prefix_cache", prefix_cache, bool, "True or False")
+        instance("identity", identity, str, "text")
+        instance("partial_hits", partial_hits, bool, "True or False")
+        num_host_blocks = integer("num_host_blocks", num_host_blocks, 0)
+        pin_budget = integer("pin_budget", self.num_blocks // 2 if pin_budget is None else pin_budget, 0)
+        instance("clock", clock, Callable, "a function")
         self.identity = identity
         self._recorder = Recorder()
-        self._pool = BlockPool(num_blocks)
-        self._tables = SequenceTables(len(self.windows), block_size)
+        self._pool = BlockPool(self.num_blocks)
+        self._tables = SequenceTables(len(self.windows), self.block_size)
         self._prefix = (
-            PrefixCache(self._pool, block_size, self.windows, self._recorder, partial_hits)
+            PrefixCache(self._pool, self.block_size, self.windows, self._recorder, partial_hits)
             if prefix_cache
             else None
         )
@@ -120,7 +115,7 @@ class PagedKVCacheManager:
         self._growth = Growth(
             self._pool, self._tables, self._prefix, self._swapper, self._recorder, self._publisher.publish
         )
-        self._pins = Pins(num_blocks // 2 if pin_budget is None else pin_budget, clock)
+        self._pins = Pins(pin_budget, clock)
         self._admissions = Admissions(self._pool, self._tables, self._prefix, self.windows, identity)
 
     # Sequences come and go
@@ -142,17 +137,19 @@ class PagedKVCacheManager:
         chunk_size: most tokens that will be appended between two commits, if the prompt is to be prefilled in
             chunks: a group with a window then needs no more blocks than the window and a chunk at a time.
 
-        Raises DuplicateSequenceError if `seq_id` is held, ValueError. Refusals change nothing.
+        Raises DuplicateSequenceError if `seq_id` is held, TypeError, ValueError. Refusals change nothing.
         """
         self._publisher.publish()
+        instance("seq_id", seq_id, Hashable, "hashable")
         if seq_id in self._tables:
             raise DuplicateSequenceError(seq_id, "is admitted already")
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
-        num_tokens = num_tokens_of(tokens)
+        if chunk_size is not None:
+            chunk_size = integer("chunk_size", chunk_size, 1)
+        num_tokens, prompt = parse_prompt(tokens)
+        keys = content_keys(keys)
         if sum(self._admissions.most_blocks(num_tokens, chunk_size)) > self.num_blocks:
             return Admission(AdmissionStatus.NEVER)
-        chain = self._admissions.chain(tokens, keys)
+        chain = self._admissions.chain(prompt, keys)
         self.expire_pins()
         preempted = self._admissions.recall(seq_id, chain)
         match = self._admissions.find_fitting(chain, num_tokens, chunk_size)
@@ -177,6 +174,7 @@ class PagedKVCacheManager:
         """
         self._publisher.publish()
         parent = self._tables.row(seq_id)
+        instance("child_id", child_id, Hashable, "hashable")
         if child_id in self._tables:
             raise DuplicateSequenceError(child_id, "is admitted already")
         self._tables.room[parent] = 0
@@ -196,6 +194,8 @@ class PagedKVCacheManager:
         self._publisher.publish()
         tables = self._tables
         rows = tables.rows(seq_ids).tolist()
+        if not is_listing(parents):
+            raise TypeError(f"parents must be a sequence of ids, not {parents!r}")
         if len(parents) != len(rows):
             raise ValueError(
                 f"parents must have one entry for each of the {len(rows)} seq_ids, not {len(parents)}"
@@ -259,8 +259,8 @@ class PagedKVCacheManager:
         tables = self._tables
         rows = tables.rows(seq_ids)
         batch = parse_batch(tokens, len(rows))
-        if lookahead < 0:
-            raise ValueError(f"lookahead must be at least 0, not {lookahead}")
+        if type(lookahead) is not int or lookahead < 0:
+            lookahead = integer("lookahead", lookahead, 0)
         self.expire_pins()
         old = None if batch.unknown is None else tables.seq_len[rows]
         if batch.counts is None and not lookahead:
@@ -349,13 +349,11 @@ class PagedKVCacheManager:
         appends one, so that counting up gives each token its block. Raises ValueError for any other number,
         OutOfBlocksError, and SharedBlockError where the append would need a block copy; nothing has changed then.
         """
-        tables, size, current_seq_len = self._tables, self.block_size, index(current_seq_len)
-        opened = current_seq_len == 1 and seq_id not in tables
+        tables, size = self._tables, self.block_size
+        opened = seq_id not in tables and current_seq_len == 1
         seq_len = 0 if opened else self.seq_len(seq_id)
-        if not 1 <= current_seq_len <= seq_len + 1:
-            raise ValueError(
-                f"current_seq_len of {seq_id!r} must be between 1 and {seq_len + 1}, not {current_seq_len}"
-            )
+        if type(current_seq_len) is not int or not 1 <= current_seq_len <= seq_len + 1:
+            current_seq_len = integer(f"current_seq_len of {seq_id!r}", current_seq_len, 1, seq_len + 1)
         if opened and not self.admit(seq_id, 1).admitted:
             raise OutOfBlocksError(len(self.windows), self._pool.num_available)
         if current_seq_len == seq_len + 1:
@@ -373,12 +371,16 @@ class PagedKVCacheManager:
         The answer tells how many tokens are pinned: what is not cached now can't be (0 then). Raises PinBudgetError
         (needed, left) and changes nothing if that is more than the budget has left.
         """
+        num_tokens, prompt = parse_prompt(tokens)
+        keys = content_keys(keys)
+        if seconds is not None:
+            seconds = parse_seconds("seconds", seconds)
         self._publisher.publish()
         self.expire_pins()
         match = Match.empty(len(self.windows))
-        chain = self._admissions.chain(tokens, keys)
+        chain = self._admissions.chain(prompt, keys)
         if chain.prompt:
-            match = self._prefix.find(chain, num_tokens_of(tokens) // self.block_size)
+            match = self._prefix.find(chain, num_tokens // self.block_size)
         blocks = match.flat_blocks()
         pin = self._pins.add(blocks, match.num_tokens(self.block_size), seconds)
         self._pool.hold(blocks)
@@ -386,6 +388,7 @@ class PagedKVCacheManager:
 
     def unpin(self, pin: Pin) -> None:
         """Lets go of a pin; one that has expired or was let go already is ignored."""
+        instance("pin", pin, Pin, "a Pin")
         if pin in self._pins.blocks:
             self._pool.drop(self._pins.remove(pin)[::-1])
 
@@ -470,6 +473,7 @@ class PagedKVCacheManager:
         Entries beyond a sequence's last block, or before its window, are valid block ids without meaning.
         """
         tables = self._tables
+        self._check_group(group)
         rows = tables.rows(seq_ids)
         width = max(1, int(tables.num_blocks[rows].max(initial=0)))
         return tables.blocks[group][rows, :width]
@@ -480,6 +484,7 @@ class PagedKVCacheManager:
         Tokens before the group's window may be without a slot by then; theirs have no meaning.
         """
         tables = self._tables
+        self._check_group(group)
         rows = tables.rows(seq_ids)
         size, seq_lens = self.block_size, tables.seq_len[rows].tolist()
         blocks = [
@@ -513,6 +518,7 @@ class PagedKVCacheManager:
 
     def subscribe(self, subscriber: Callable[[Event], None]) -> None:
         """Calls `subscriber` with every event from now on; see events.py."""
+        instance("subscriber", subscriber, Callable, "a function")
         self._recorder.subscribers.append(subscriber)
 
     def stats(self) -> Stats:
@@ -534,6 +540,10 @@ class PagedKVCacheManager:
         self._growth.check()
 
     # Steps of the calls above
+
+    def _check_group(self, group: int) -> None:
+        if type(group) is not int or not 0 <= group < len(self.windows):
+            integer("group", group, 0, len(self.windows) - 1)
 
     def _set(self, seq_id: Hashable, group: int, start: int, blocks: list[int]) -> None:
         """The sequence's table names `blocks` from place `start` on."""

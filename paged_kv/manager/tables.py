@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import DuplicateSequenceError, SwappedSequenceError, UnknownSequenceError, UsageError
+from .arguments import is_listing
 from .chain import TokenChain
 from .pool import expect
 
@@ -147,6 +148,8 @@ class SequenceTables:
         row_of = self.row_of
         if isinstance(seq_ids, list) and seq_ids == self._last_seq_ids:
             return self._last_rows
+        if not is_listing(seq_ids):
+            raise TypeError(f"seq_ids must be a sequence of ids, not {seq_ids!r}")
         try:
             rows = [row_of[seq_id] for seq_id in seq_ids]
         except KeyError as error:

@@ -7,21 +7,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .arguments import integer, is_listing
+
 Tokens = Sequence[int] | np.ndarray | int
 """Token ids of one sequence (list, array, CPU tensor), or only their number where ids are not known."""
 
 
-def num_tokens_of(tokens: Tokens) -> int:
-    if isinstance(tokens, (int, np.integer)):
-        if tokens < 0:
-            raise ValueError(f"a number of tokens must be at least 0, not {tokens}")
-        return int(tokens)
-    return len(tokens)
-
-
-def token_bytes(tokens: Tokens) -> bytes:
-    """The ids as little-endian int32, whatever holds them; nothing where only a number is given."""
-    return b"" if isinstance(tokens, (int, np.integer)) else _ids(tokens).tobytes()
+def parse_prompt(tokens: Tokens) -> tuple[int, bytes]:
+    """How many tokens, and their ids as little-endian int32: nothing where only a number is given."""
+    if _is_number(tokens):
+        return integer("tokens", tokens, 0), b""
+    ids = _ids(tokens)
+    return len(ids), ids.tobytes()
 
 
 class Batch(NamedTuple):
@@ -38,21 +35,25 @@ class Batch(NamedTuple):
 
 
 def parse_batch(tokens: np.ndarray | Sequence[Tokens], num_seqs: int) -> Batch:
+    num_dims = getattr(tokens, "ndim", None)
+    if not num_dims and not is_listing(tokens):
+        raise TypeError(f"tokens must have one entry for each of the {num_seqs} sequences, not be {tokens!r}")
     if len(tokens) != num_seqs:
         raise ValueError(
             f"tokens must have one entry for each of the {num_seqs} sequences, not {len(tokens)}"
         )
-    if getattr(tokens, "ndim", 0) == 2:
+    if num_dims == 2:
         count = tokens.shape[1]
         counts = None if count == 1 else np.full(num_seqs, count, np.int64)
         return Batch(counts, _ids(np.asarray(tokens).reshape(-1)), None)
-    listed = [num_tokens_of(entry) for entry in tokens]
+    missing = [_is_number(entry) for entry in tokens]
+    parts = [integer("tokens", t, 0) if m else _ids(t) for t, m in zip(tokens, missing, strict=True)]
+    listed = [part if m else len(part) for part, m in zip(parts, missing, strict=True)]
     counts = None if all(count == 1 for count in listed) else np.array(listed, np.int64)
-    missing = [isinstance(entry, (int, np.integer)) for entry in tokens]
     unknown = np.array(missing, np.bool_) if any(missing) else None
     if all(missing):
         return Batch(counts, None, unknown)
-    parts = [np.zeros(t, np.int32) if m else _ids(t) for t, m in zip(tokens, missing, strict=True)]
+    parts = [np.zeros(part, np.int32) if m else part for part, m in zip(parts, missing, strict=True)]
     return Batch(counts, parts[0] if len(parts) == 1 else np.concatenate(parts), unknown)
 
 
@@ -65,10 +66,19 @@ def parse_lengths(name: str, lengths: Sequence[int] | np.ndarray, num_seqs: int)
     return array.astype(np.int64)
 
 
+def _is_number(tokens: object) -> bool:
+    return isinstance(tokens, (int, np.integer))
+
+
 def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     """[T] int32 in this machine's byte order."""
-    array = np.asarray(tokens)
-    if array.ndim != 1:
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # rows of several lengths
+        raise ValueError(f"token ids of a sequence must be one row, not {tokens!r}") from None
+    if not array.ndim:
+        raise TypeError(f"tokens of a sequence must be ids or their number, not {tokens!r}")
+    if array.ndim > 1:
         raise ValueError(f"token ids of a sequence must be one row, not of shape {array.shape}")
     if array.dtype.char == "i" and array.dtype.isnative:
         return array

@@ -1,0 +1,200 @@
+"""What callers give: a wrong kind raises TypeError, a value out of range ValueError, by name, and nothing changes."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from manager_machine import snapshot
+
+from paged_kv.manager import ContentKey, PagedKVCacheManager, Pin
+
+
+@pytest.fixture
+def m():
+    m = PagedKVCacheManager(16, 4, windows=(None, 6), num_host_blocks=8, partial_hits=True)
+    for seq_id, tokens in (("a", range(7)), ("b", range(9)), ("away", range(5))):
+        found = m.admit(seq_id, list(tokens)).num_cached_tokens
+        m.append([seq_id], [list(tokens)[found:]])
+        m.commit([seq_id])
+    m.pin(list(range(4)))
+    m.swap_out(["away"])
+    return m
+
+
+# (name of the argument and what was expected, what came, the call)
+WRONG_KINDS = [
+    ("tokens of a sequence must be ids or their number", "5.0", lambda m: m.admit("new", 5.0)),
+    ("tokens must be an integer of at least 0", "True", lambda m: m.admit("new", True)),
+    ("tokens of a sequence must be ids or their number", "'abc'", lambda m: m.admit("new", "abc")),
+    ("tokens of a sequence must be ids or their number", "{1}", lambda m: m.admit("new", {1})),
+    ("tokens of a sequence must be ids or their number", "None", lambda m: m.admit("new", None)),
+    ("token ids must be integers", "bool", lambda m: m.admit("new", [True, False])),
+    ("token ids must be integers", "float64", lambda m: m.admit("new", [1.0] * 100)),
+    ("seq_id must be hashable", "['new']", lambda m: m.admit(["new"], 5)),
+    ("chunk_size must be an integer of at least 1", "2.5", lambda m: m.admit("new", 5, chunk_size=2.5)),
+    ("chunk_size must be an integer of at least 1", "True", lambda m: m.admit("new", 5, chunk_size=True)),
+    ("keys must be a sequence of ContentKey", "'salt'", lambda m: m.admit("new", [1, 2], keys="salt")),
+    ("keys must be a sequence of ContentKey", "[('salt', 'x')]", lambda m: m.pin([1], keys=[("salt", "x")])),
+    (
+        "keys must be a sequence of ContentKey",
+        repr(ContentKey("salt", "x")),
+        lambda m: m.admit("new", [1, 2], keys=ContentKey("salt", "x")),
+    ),
+    ("child_id must be hashable", "{}", lambda m: m.fork("a", {})),
+    ("parents must be a sequence of ids", "'ba'", lambda m: m.reorder(["a", "b"], "ba")),
+    ("seq_ids must be a sequence of ids", "'ab'", lambda m: m.reorder("ab", ["b", "a"])),
+    ("seq_ids must be a sequence of ids", "'a'", lambda m: m.append("a", [[1]])),
+    ("seq_ids must be a sequence of ids", "b'a'", lambda m: m.append(b"a", [[1]])),
+    ("seq_ids must be a sequence of ids", "{'a'}", lambda m: m.append({"a"}, [[1]])),
+    ("seq_ids must be a sequence of ids", "3", lambda m: m.append(3, [[1]])),
+    ("tokens must have one entry for each of the 1 sequences", "be 5", lambda m: m.append(["a"], 5)),
+    ("tokens must have one entry for each of the 1 sequences", "be {5}", lambda m: m.append(["a"], {5})),
+    ("tokens must have one entry for each of the 1 sequences", "be '5'", lambda m: m.append(["a"], "5")),
+    ("tokens of a sequence must be ids or their number", "1.0", lambda m: m.append(["a"], [1.0])),
+    ("tokens must be an integer of at least 0", "True", lambda m: m.append(["a", "b"], [[1, 2], True])),
+    ("token ids must be integers", "float64", lambda m: m.append(["a"], np.ones((1, 1)))),
+    ("token ids must be integers", "bool", lambda m: m.append(["a"], np.ones((1, 1), bool))),
+    ("token ids must be integers", "float32", lambda m: m.append(["a"], torch.ones(1, 1))),
+    ("lookahead must be an integer of at least 0", "0.5", lambda m: m.append(["a"], [[1]], lookahead=0.5)),
+    ("lookahead must be an integer of at least 0", "True", lambda m: m.append(["a"], [[1]], lookahead=True)),
+    ("seq_ids must be a sequence of ids", "'a'", lambda m: m.commit("a")),
+    ("seq_ids must be a sequence of ids", "dict_keys(['a'])", lambda m: m.commit({"a": 1}.keys())),
+    ("seq_ids must be a sequence of ids", "'a'", lambda m: m.rollback("a", [3])),
+    (
+        "current_seq_len of 'a' must be an integer from 1 to 8",
+        "8.0",
+        lambda m: m.allocate_token_slot("a", 8.0),
+    ),
+    (
+        "current_seq_len of 'new' must be an integer from 1 to 1",
+        "True",
+        lambda m: m.allocate_token_slot("new", True),
+    ),
+    ("seconds must be a number of at least 0", "'9'", lambda m: m.pin([0, 1, 2, 3], seconds="9")),
+    ("seconds must be a number of at least 0", "True", lambda m: m.pin([0, 1, 2, 3], seconds=True)),
+    ("tokens of a sequence must be ids or their number", "5.0", lambda m: m.pin(5.0)),
+    ("pin must be a Pin", "0", lambda m: m.unpin(0)),
+    ("seq_ids must be a sequence of ids", "'a'", lambda m: m.swap_out("a")),
+    ("seq_ids must be a sequence of ids", "'away'", lambda m: m.swap_in("away")),
+    ("seq_ids must be a sequence of ids", "'a'", lambda m: m.seq_lens("a")),
+    ("seq_ids must be a sequence of ids", "'a'", lambda m: m.slots("a")),
+    ("group must be an integer from 0 to 1", "True", lambda m: m.block_tables(["a"], group=True)),
+    ("group must be an integer from 0 to 1", "0.0", lambda m: m.slots(["a"], group=0.0)),
+    ("subscriber must be a function", "[]", lambda m: m.subscribe([])),
+]
+
+OUT_OF_RANGE = [
+    ("tokens must be an integer of at least 0", "-1", lambda m: m.admit("new", -1)),
+    ("tokens must be an integer of at least 0", "-3", lambda m: m.append(["a"], [-3])),
+    ("token ids of a sequence must be one row", "[[1], [1, 2]]", lambda m: m.admit("new", [[1], [1, 2]])),
+    ("token ids must fit into 32 bits", f"1 to {2**40}", lambda m: m.admit("new", [1, 2**40])),
+    ("chunk_size must be an integer of at least 1", "0", lambda m: m.admit("new", 5, chunk_size=0)),
+    ("lookahead must be an integer of at least 0", "-1", lambda m: m.append(["a"], [[1]], lookahead=-1)),
+    ("seconds must be a number of at least 0", "nan", lambda m: m.pin([0, 1, 2, 3], seconds=float("nan"))),
+    ("seconds must be a number of at least 0", "-1", lambda m: m.pin([0, 1, 2, 3], seconds=-1)),
+    ("seq_lens must have one integer for each of the 1 sequences", "[1.0]", lambda m: m.commit(["a"], [1.0])),
+    (
+        "seq_lens must have one integer for each of the 1 sequences",
+        "[True]",
+        lambda m: m.rollback(["a"], [True]),
+    ),
+    ("seq_lens must have one integer for each of the 1 sequences", "3", lambda m: m.rollback(["a"], 3)),
+    ("group must be an integer from 0 to 1", "2", lambda m: m.block_tables(["a"], group=2)),
+    ("group must be an integer from 0 to 1", "-1", lambda m: m.slots(["a"], group=-1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "got", "call"),
+    [(TypeError, *row) for row in WRONG_KINDS] + [(ValueError, *row) for row in OUT_OF_RANGE],
+)
+def test_a_wrong_argument_is_named_and_nothing_changes(m, error, expected, got, call):
+    before = snapshot(m)
+    with pytest.raises(error, match=f"^{re.escape(expected)}, not {re.escape(got)}$"):
+        call(m)
+    assert snapshot(m) == before
+    m.check()
+
+
+@pytest.mark.parametrize(
+    ("error", "argument", "value", "expected"),
+    [
+        (TypeError, "num_blocks", 8.0, "an integer of at least 1"),
+        (TypeError, "num_blocks", True, "an integer of at least 1"),
+        (TypeError, "num_blocks", "8", "an integer of at least 1"),
+        (ValueError, "num_blocks", 0, "an integer of at least 1"),
+        (TypeError, "block_size", np.float64(4), "an integer of at least 1"),
+        (ValueError, "block_size", -4, "an integer of at least 1"),
+        (TypeError, "num_host_blocks", False, "an integer of at least 0"),
+        (ValueError, "num_host_blocks", -1, "an integer of at least 0"),
+        (TypeError, "pin_budget", 0.5, "an integer of at least 0"),
+        (ValueError, "pin_budget", np.int8(-1), "an integer of at least 0"),
+        (TypeError, "windows", 4, "None or an integer of at least 1 for each group of layers"),
+        (TypeError, "windows", "4", "None or an integer of at least 1 for each group of layers"),
+        (ValueError, "windows", (), "None or an integer of at least 1 for each group of layers"),
+        (TypeError, "prefix_cache", "no", "True or False"),
+        (TypeError, "partial_hits", 1, "True or False"),
+        (TypeError, "identity", b"x", "text"),
+        (TypeError, "identity", None, "text"),
+        (TypeError, "clock", 0.0, "a function"),
+    ],
+)
+def test_a_manager_is_not_made_of_wrong_arguments(error, argument, value, expected):
+    verb = "hold" if argument == "windows" else "be"
+    with pytest.raises(error, match=f"^{argument} must {verb} {expected}, not {re.escape(repr(value))}$"):
+        PagedKVCacheManager(**{"num_blocks": 8, "block_size": 4, argument: value})
+
+
+@pytest.mark.parametrize(
+    ("error", "window"), [(TypeError, 2.5), (TypeError, True), (TypeError, "4"), (ValueError, 0)]
+)
+def test_a_window_is_an_integer(error, window):
+    message = f"^an entry of windows must be an integer of at least 1, not {window!r}$"
+    with pytest.raises(error, match=message):
+        PagedKVCacheManager(8, 4, windows=(None, window))
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "message"),
+    [
+        (TypeError, ("salt", 5), "value must be text or bytes, not 5"),
+        (TypeError, (b"salt", "x"), "kind must be text, not b'salt'"),
+        (TypeError, ("media", "x", 1.0, 4), "start must be an integer of at least 0, not 1.0"),
+        (TypeError, ("media", "x", 1, True), "stop must be an integer of at least 1, not True"),
+        (ValueError, ("media", "x", -1, 4), "start must be an integer of at least 0, not -1"),
+        (ValueError, ("media", "x", 4, 4), "start must come before stop, and be 0 without a stop, not 4, 4"),
+        (ValueError, ("salt", "x", 4), "start must come before stop, and be 0 without a stop, not 4, None"),
+    ],
+)
+def test_a_content_key_is_not_made_of_wrong_arguments(error, arguments, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        ContentKey(*arguments)
+
+
+def test_integers_of_numpy_do_as_well():
+    i = np.int64
+    m = PagedKVCacheManager(
+        i(16), np.uint8(4), windows=[None, i(6)], num_host_blocks=i(8), pin_budget=np.int32(2)
+    )
+    plain = PagedKVCacheManager(16, 4, windows=[None, 6], num_host_blocks=8, pin_budget=2)
+    for manager, number in ((m, np.int16), (plain, int)):
+        assert manager.admit(number(3), number(5), chunk_size=number(2)).admitted
+        key = ContentKey("media", "cat", number(1), number(3))
+        assert manager.admit("b", [1, 2, 3, 4, 5], keys=[key]).admitted
+        manager.append((number(3), "b"), [number(5), np.arange(1, 6)], lookahead=number(3))
+        manager.commit(np.array([3]), [number(5)])
+        manager.commit(["b"])
+        manager.rollback([number(3)], (number(4),))
+        assert manager.allocate_token_slot(number(3), number(5)) == manager.block_tables([3], number(0))[0, 1]
+        assert manager.pin([1, 2, 3, 4], keys=[key], seconds=np.float32(9)).num_tokens == 4
+        manager.check()
+    assert (m.num_blocks, m.block_size, m.windows) == (16, 4, (None, 6))
+    assert {type(size) for size in (m.num_blocks, m.block_size, m.windows[1])} == {int}
+    assert m.block_tables([3, "b"]).tolist() == plain.block_tables([3, "b"]).tolist()
+    assert m.stats() == plain.stats()
+
+
+def test_a_pin_may_last_for_ever(m):
+    pin = m.pin([0, 1, 2, 3], seconds=float("inf"))
+    assert isinstance(pin, Pin) and pin.num_tokens == 4
