@@ -227,7 +227,7 @@ class Model:
         self.count["copied"] += len(copies)
         for seq, tokens in seqs:
             offset = len(seq.tokens) % self.size
-            if tokens and offset:  # a host block with more tokens than the writer keeps what is overwritten here
+            if tokens and offset:  # a host block with more tokens keeps what is overwritten here
                 written = [blocks[len(seq.tokens) // self.size] for blocks in seq.blocks]
                 self.twins = [(d, v, h) for d, v, h in self.twins if d not in written or h.filled <= offset]
             if any(not isinstance(token, int) for token in tokens):

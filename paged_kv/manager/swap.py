@@ -4,9 +4,9 @@ A host block and the device block it was copied from are twins while both keep t
 copy: sequences that share a block share its host block too, even when they leave one after the other, and a block that
 stayed on the device, held by others or found by the prefix cache, is held again instead of copied back.
 
-A partial block may be written to behind a sequence's tokens while it has a twin. A twin with fewer tokens than another
-sequence has there is none to that one; a twin with more, those of a sequence that shared the block with one not as long,
-is none from that write on.
+A partial block may be written to behind a sequence's tokens while it has a twin. A twin with fewer tokens than
+another sequence has there is none to that one; a twin with more, those of a sequence that shared the block with one not
+as long, is none from that write on.
 
     host_of[b] = h   <=>   device_of[h] = (b, generation of b when it was copied)
     ref_count[h] = number of entries of swapped sequences that name h
