@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from paged_kv import PagedKVCacheManager
+from paged_kv.replay.beams import Beams
 
 BLOCK_SIZE = 16
 
@@ -112,12 +113,43 @@ def decode(num_seqs: int, steps: int = 320) -> None:
     )
 
 
+def beam_search(num_requests: int = 16, width: int = 4, prompt: int = 512, steps: int = 160) -> None:
+    """Beam steps of many requests in one call: what the beam that survived for each has is its own from then on."""
+    manager = PagedKVCacheManager(
+        num_requests * (prompt // BLOCK_SIZE + width * (steps // BLOCK_SIZE + 2)), BLOCK_SIZE
+    )
+    beams, seq_ids = Beams(width), list(range(num_requests * width))
+    for request in range(num_requests):
+        first, *others = seq_ids[request * width : (request + 1) * width]
+        tokens = np.arange(prompt) + request * prompt
+        manager.admit(first, tokens)
+        manager.append([first], [tokens])
+        for other in others:
+            manager.fork(first, other)
+    tokens = np.arange(len(seq_ids), dtype=np.int32)[:, None]
+    append, reorder = [], []
+    for _ in range(steps):
+        parents = [seq_ids[parent] for parent in beams.choose(list(range(num_requests)))]
+        start = time.perf_counter()
+        manager.append(seq_ids, tokens)
+        manager.commit(seq_ids)
+        middle = time.perf_counter()
+        manager.reorder(seq_ids, parents)
+        append.append(middle - start)
+        reorder.append(time.perf_counter() - middle)
+    what = f"{num_requests} requests of {width} beams"
+    for name, times in (("append and commit", append), ("reorder", reorder)):
+        report(f"{name}, per beam, {what}", statistics.median(times) * 1e6 / len(seq_ids), "us")
+
+
 def main() -> None:
     tables_and_slots()
     pool_sizes()
     prefill()
     for num_seqs in (16, 64, 256):
         decode(num_seqs)
+    for num_requests in (1, 16, 64):
+        beam_search(num_requests)
 
 
 if __name__ == "__main__":

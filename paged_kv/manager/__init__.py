@@ -5,6 +5,7 @@ tables.py     which block holds which position of which sequence
 chain.py      what a full block's content is called
 prefix.py     finding blocks by that name
 growth.py     where the next tokens go, and copy-on-write
+beams.py      the beam step
 publish.py    telling the prefix cache of full blocks, sliding windows
 admission.py  whether a prompt fits, and what it finds
 pins.py       prefixes kept from eviction

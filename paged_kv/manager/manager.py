@@ -25,6 +25,7 @@ from ..errors import DuplicateSequenceError, OutOfBlocksError, RollbackError, Sh
 from .admission import Admission, Admissions, AdmissionStatus
 from .arguments import instance, integer, is_listing, window_sizes
 from .arguments import seconds as parse_seconds
+from .beams import take_over
 from .chain import ContentKey, TokenChain, content_keys
 from .events import Dropped, Event, Forked, Preempted, Recorder, SwappedIn, SwappedOut
 from .growth import Growth
@@ -193,28 +194,24 @@ class PagedKVCacheManager:
         """
         self._publisher.publish()
         tables = self._tables
-        rows = tables.rows(seq_ids).tolist()
+        rows = tables.rows(seq_ids)
         if not is_listing(parents):
             raise TypeError(f"parents must be a sequence of ids, not {parents!r}")
         if len(parents) != len(rows):
             raise ValueError(
                 f"parents must have one entry for each of the {len(rows)} seq_ids, not {len(parents)}"
             )
-        moves = [
-            (seq_id, row, parent, tables.row(parent))
-            for seq_id, row, parent in zip(seq_ids, rows, parents, strict=True)
-        ]
-        moves = [move for move in moves if move[1] != move[3]]
-        saved = [tables.save(parent) for *_, parent in moves]
-        tables.room[[parent for *_, parent in moves]] = 0
-        for content in saved:
-            self._pool.hold(content.flat_blocks())
-        for (seq_id, row, *_), content in zip(moves, saved, strict=True):
-            self._drop(seq_id, row, 0)
-            tables.assign(row, content)
-            for group, blocks in enumerate(content.blocks):
-                self._recorder.held(seq_id, group, int(content.first_block[group]), blocks)
-        self._recorder.counters.forked += len(moves)
+        sources = np.array([tables.row(parent) for parent in parents], np.int64)
+        moved = np.flatnonzero(rows != sources)
+        if not len(moved):
+            return
+        moves = [(seq_ids[i], int(rows[i])) for i in moved.tolist()] if self._recorder.subscribers else []
+        for seq_id, row in moves:
+            self._tell_dropped(seq_id, row, 0)
+        take_over(tables, self._pool, rows[moved], sources[moved])
+        for seq_id, row in moves:
+            self._tell_held(seq_id, row)
+        self._recorder.counters.forked += len(moved)
 
     def free(self, seq_id: Hashable) -> None:
         """Lets go of all blocks of `seq_id`, on the device or on the host.
@@ -449,9 +446,7 @@ class PagedKVCacheManager:
         if self._recorder.subscribers:
             self._recorder.emit(SwappedIn(tuple(seq_ids), tuple(pairs)))
             for seq_id in seq_ids:
-                row = self._tables.row(seq_id)
-                for group, first in enumerate(self._tables.first_block[:, row].tolist()):
-                    self._recorder.held(seq_id, group, first, self._tables.held(group, row).tolist())
+                self._tell_held(seq_id, self._tables.row(seq_id))
         return pairs
 
     # Looking things up
@@ -555,10 +550,18 @@ class PagedKVCacheManager:
         """Lets go of the blocks from place `start` on, in every group."""
         tables = self._tables
         if self._recorder.subscribers:
-            for group, first in enumerate(tables.first_block[:, row].tolist()):
-                self._recorder.emit(Dropped(seq_id, group, max(start, first), int(tables.num_blocks[row])))
+            self._tell_dropped(seq_id, row, start)
         self._pool.drop(tables.held_backwards(row, start))
         tables.num_blocks[row] = start
+
+    def _tell_dropped(self, seq_id: Hashable, row: int, start: int) -> None:
+        for group, first in enumerate(self._tables.first_block[:, row].tolist()):
+            stop = int(self._tables.num_blocks[row])
+            self._recorder.emit(Dropped(seq_id, group, max(start, first), stop))
+
+    def _tell_held(self, seq_id: Hashable, row: int) -> None:
+        for group, first in enumerate(self._tables.first_block[:, row].tolist()):
+            self._recorder.held(seq_id, group, first, self._tables.held(group, row).tolist())
 
     def _open(self, seq_id: Hashable, chain: TokenChain, match: Match, num_tokens: int) -> None:
         """A row that starts with the cached prefix `match`."""
