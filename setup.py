@@ -33,7 +33,8 @@ class CMakeBuild(build_ext):
 
     def get_outputs(self) -> list[str]:
         package = Path(self.build_lib) / "paged_kv"
-        return [str(package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"), str(package / "_build.json")]
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        return [str(package / name) for name in (f"_C{suffix}", f"_prefix{suffix}", "_build.json")]
 
 
 def forget_other_arguments(build: Path, arguments: str) -> None:
@@ -97,4 +98,7 @@ def available_memory() -> int:
 
 if not {"egg_info", "sdist"} & set(sys.argv):  # these two need no torch; all others say so before any work
     require_torch()
-setup(ext_modules=[Extension("paged_kv._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[Extension("paged_kv._C", sources=[]), Extension("paged_kv._prefix", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -27,8 +27,9 @@ def load_native(package: Path = _PACKAGE) -> tuple[ModuleType, dict]:
         mend = f"run `pip install --no-build-isolation -e {package.parent}`"
     else:
         mend = "run `pip install --no-build-isolation --no-deps --force-reinstall .` in its source folder"
-    facts_file, library = package / "_build.json", package / f"_C{EXTENSION_SUFFIXES[0]}"
-    if not (facts_file.exists() and library.exists()):
+    facts_file = package / "_build.json"
+    parts = [facts_file, *(package / f"{name}{EXTENSION_SUFFIXES[0]}" for name in ("_C", "_prefix"))]
+    if not all(part.exists() for part in parts):
         raise ImportError(f"paged_kv._C is not built for Python {platform.python_version()}; {mend}")
     facts, running = json.loads(facts_file.read_text()), str(torch.__version__)
     if facts["torch"] != running:

@@ -107,7 +107,7 @@ def snapshot(manager):
         away,
         pool_state(pool),
         pool_state(manager._swapper.host),
-        copy.deepcopy(prefix.blocks),
+        prefix.entries(),
         copy.deepcopy(prefix.continuations),
         prefix.tokens.tolist(),
         dict(manager._swapper.device_of),

@@ -62,12 +62,7 @@ class Mirror:
             for group, first in enumerate(tables.first_block[:, row].tolist()):
                 expected[seq_id, group] = dict(enumerate(tables.held(group, row).tolist(), first))
         assert {key: t for key, t in self.tables.items() if t} == {key: t for key, t in expected.items() if t}
-        cached = {
-            (g, digest): block
-            for g, found in enumerate(manager._prefix.blocks)
-            for digest, block in found.items()
-        }
-        assert self.cached == cached
+        assert self.cached == manager._prefix.entries()
         counters = manager.stats().counters
         assert self.counts.get("Stored", 0) == counters.stored
         assert self.counts.get("Evicted", 0) == counters.evicted

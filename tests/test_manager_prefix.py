@@ -182,11 +182,17 @@ def test_a_hit_is_verified_against_the_tokens(monkeypatch):
 def test_each_full_block_is_hashed_once_ever(monkeypatch):
     hashed = []
 
-    def counting(data):
-        hashed.append(data)
-        return sha256(data)
+    def counting(parent, tokens, start, count, block_bytes):
+        digests = hash_blocks(parent, tokens, start, count, block_bytes)
+        parents = [parent, *digests]
+        hashed.extend(
+            (parents[i], tokens[start + i * block_bytes : start + (i + 1) * block_bytes])
+            for i in range(count)
+        )
+        return digests
 
-    monkeypatch.setattr(chain, "sha256", counting)
+    hash_blocks = chain.hash_blocks
+    monkeypatch.setattr(chain, "hash_blocks", counting)
     m = manager(num_blocks=10)
     m.admit("filler", 24)
     m.append(["filler"], [24])
@@ -202,8 +208,7 @@ def test_each_full_block_is_hashed_once_ever(monkeypatch):
     m.commit(["a", "b"])
     m.preempt("b")
     m.admit("b", [*TOKENS, 1, 2, 3, 4, 5, 6])
-    blocks = [data for data in hashed if len(data) == 32 + 16]
-    assert len(blocks) == len(set(blocks)) == 6
+    assert len(hashed) == len(set(hashed)) == 6
 
 
 def test_a_recycled_block_is_not_found_any_more():

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+from .._prefix import hash_blocks
 from .arguments import instance, integer, is_listing
 
 BYTES_PER_TOKEN = 4
@@ -86,13 +87,13 @@ class TokenChain:
 
     def extend(self, tokens: bytes, start: int, count: int) -> None:
         """Hashes the next `count` blocks, whose bytes begin at block `start` of `tokens`."""
-        digests, keys = self.digests, self.keys
+        digests, size = self.digests, self.block_bytes
         digest = digests[-1] if digests else self.root
-        size = self.block_bytes
+        if not self.keys:
+            digests += hash_blocks(digest, tokens, start * size, count, size)
+            return
         for place in range(start * size, (start + count) * size, size):
-            block = digest + tokens[place : place + size]
-            if keys:
-                block += self.keys_within(len(digests))
+            block = digest + tokens[place : place + size] + self.keys_within(len(digests))
             digest = sha256(block).digest()
             digests.append(digest)
 

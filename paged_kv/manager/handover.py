@@ -82,7 +82,7 @@ def take_sequence(manager: PagedKVCacheManager, seq_id: Hashable, state: Sequenc
         (group, place) for group, first in enumerate(state.first_block) for place in range(first, stop)
     ]
     found = [
-        prefix.blocks[group].get(chain.digests[place]) if place < num_named else None
+        prefix.index.get(group, chain.digests[place]) if place < num_named else None
         for group, place in entries
     ]
     held = np.array([block for block in found if block is not None], np.int64)
@@ -124,12 +124,12 @@ def describe_cache(manager: PagedKVCacheManager) -> tuple[CachedBlocks, list[int
     entries = [
         block
         for block in idle + in_use
-        if _digest(manager, prefix.parent_of[block], prefix.tokens[block]) == prefix.digest_of[block]
+        if _digest(manager, prefix.parents[block].tobytes(), prefix.tokens[block]) == prefix.digest_of(block)
     ]
     cached = CachedBlocks(
-        np.array([prefix.group_of[block] for block in entries], np.uint8),
-        [prefix.digest_of[block] for block in entries],
-        [prefix.parent_of[block] for block in entries],
+        prefix.groups[entries],
+        [prefix.digest_of(block) for block in entries],
+        [prefix.parents[block].tobytes() for block in entries],
         prefix.tokens[entries],
     )
     return cached, entries
@@ -147,7 +147,7 @@ def take_cache(manager: PagedKVCacheManager, cached: CachedBlocks) -> Fills:
     for i, (group, digest) in enumerate(zip(cached.groups.tolist(), cached.digests, strict=True)):
         if _digest(manager, cached.parents[i], cached.tokens[i]) != digest:
             raise TransferMismatchError("digests", "those of the tokens", "others")
-        if digest not in prefix.blocks[group]:
+        if prefix.index.get(group, digest) is None:
             wanted.append(i)
     wanted = wanted[max(0, len(wanted) - pool.num_free) :]
     fills = list(zip(wanted, pool.take(len(wanted)), strict=True))

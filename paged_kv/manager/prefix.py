@@ -1,7 +1,9 @@
 """The prefix cache: finds the blocks that hold a prompt's beginning already.
 
-    blocks[group][digest] = b   <=>   is_cached[b], digest_of[b] = digest, group_of[b] = group
-    digest_of[b] is the chain digest of tokens[b] after parent_of[b]     for cached b; else it is an old one
+    index.get(group, digest) = b   <=>   is_cached[b], digests[b] = digest, groups[b] = group
+    digests[b] is the chain digest of tokens[b] after parents[b]     for cached b; else it is an old one
+
+The index is a hash table in csrc/prefix over the arrays here: what is done for every block of a prompt is done there.
 
 `tokens` shadows the cache tensors, one id where they have a key and a value: a slot's token is written there when the
 slot is given out and moves with every block copy. It is what a full block is hashed from and a hit is verified with.
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .._prefix import BlockIndex
 from .chain import TokenChain
 from .events import Evicted, Recorder, Stored
 from .pool import BlockPool, expect
@@ -57,11 +60,14 @@ class PrefixCache:
         self.block_size = block_size
         self.windows = windows
         self.recorder = recorder
-        self.blocks: list[dict[bytes, int]] = [{} for _ in windows]
-        self.digest_of: list[bytes | None] = [None] * pool.num_blocks
-        self.parent_of: list[bytes | None] = [None] * pool.num_blocks  # the digest, or root, before digest_of
-        self.group_of = bytearray(pool.num_blocks)
-        self.tokens = np.zeros((pool.num_blocks, block_size), np.int32)
+        num_blocks = pool.num_blocks
+        self.digests = np.zeros((num_blocks, 32), np.uint8)
+        self.parents = np.zeros((num_blocks, 32), np.uint8)  # the digest, or root, before `digests`
+        self.groups = np.zeros(num_blocks, np.uint8)
+        self.slots = np.zeros(2 << (num_blocks - 1).bit_length(), np.uint64)  # at most half of them in use
+        cached = np.frombuffer(pool.is_cached, np.uint8)
+        self.index = BlockIndex(self.slots, self.digests, self.parents, self.groups, cached)
+        self.tokens = np.zeros((num_blocks, block_size), np.int32)
         self.token_at = self.tokens.reshape(-1)  # the same, by slot
         # For partial hits: parent digest -> digests that continue it, in the order in which they came.
         self.continuations: dict[bytes, dict[bytes, None]] | None = {} if partial_hits else None
@@ -105,7 +111,7 @@ class PrefixCache:
         best, length = None, 0
         siblings = self.continuations.get(chain.parent(place), {})
         for digest, _ in zip(reversed(siblings), range(PARTIAL_CANDIDATES), strict=False):
-            blocks = [cached.get(digest) for cached in self.blocks]
+            blocks = [self.index.get(group, digest) for group in range(len(self.windows))]
             if None in blocks:
                 continue
             same = int(np.logical_and.accumulate(self.tokens[blocks[0], : len(want)] == want).sum())
@@ -124,23 +130,16 @@ class PrefixCache:
         """Blocks of the full-attention groups as far as all of them have one, and how many places that is."""
         digests, count = chain.digests, 0
         found: list[list[int]] = [[] for _ in self.windows]
-        lookups = [
-            (self.blocks[g].get, found[g].append) for g, window in enumerate(self.windows) if window is None
-        ]
-        missed = False
-        while count < limit and not missed:
+        full = [group for group, window in enumerate(self.windows) if window is None]
+        while count < limit:
             if count == len(digests):
                 chain.extend_from_prompt(min(LOOKUP_STRIDE, limit - count))
-            for digest in digests[count:limit]:
-                for get, append in lookups:
-                    block = get(digest)
-                    if block is None:
-                        missed = True
-                        break
-                    append(block)
-                if missed:
-                    break
-                count += 1
+            stop = min(limit, len(digests))
+            for group in full:
+                found[group] += self.index.find(group, digests, count, stop)
+            count = min([stop, *(len(found[group]) for group in full)])
+            if count < stop:
+                break
         for group, window in enumerate(self.windows):
             if window is None and count:
                 count = min(count, self._verified(chain, found[group][:count]))
@@ -148,8 +147,8 @@ class PrefixCache:
 
     def _present(self, chain: TokenChain, group: int, count: int) -> list[int]:
         """The group's block at each of the first `count` places, -1 where there is none."""
-        get = self.blocks[group].get
-        blocks = np.array([get(digest, -1) for digest in chain.digests[:count]], np.int64)
+        found = [self.index.get(group, digest) for digest in chain.digests[:count]]
+        blocks = np.array([-1 if block is None else block for block in found], np.int64)
         return np.where(self._agree(chain, blocks), blocks, -1).tolist()
 
     def _verified(self, chain: TokenChain, blocks: list[int]) -> int:
@@ -170,22 +169,7 @@ class PrefixCache:
 
         Returns (place, block) of those whose content the cache holds already in another block.
         """
-        is_cached, digest_of, parent_of = self.pool.is_cached, self.digest_of, self.parent_of
-        digests = chain.digests[start : start + len(blocks)]
-        parents = [chain.parent(start), *digests]
-        cached = map(self.blocks[group].setdefault, digests, blocks)
-        twins, fresh = [], []
-        for place, (block, known, digest, parent) in enumerate(
-            zip(blocks, cached, digests, parents, strict=False), start
-        ):
-            if known != block:
-                twins.append((place, known))
-            elif not is_cached[block]:
-                digest_of[block] = digest
-                parent_of[block] = parent
-                is_cached[block] = 1
-                self.group_of[block] = group
-                fresh.append(place)
+        fresh, twins = self.index.store(group, chain.parent(start), chain.digests, start, blocks)
         self.recorder.counters.stored += len(fresh)
         if self.continuations is not None:
             for place in fresh:
@@ -198,18 +182,27 @@ class PrefixCache:
         return twins
 
     def forget(self, blocks: list[int]) -> None:
-        """The content of these blocks is no longer found; `is_cached` is the pool's to clear."""
-        digest_of, group_of, cached_in = self.digest_of, self.group_of, self.blocks
-        for block in blocks:
-            del cached_in[group_of[block]][digest_of[block]]
+        """The content of these cached blocks is no longer found."""
+        self.index.remove(blocks)
         self.recorder.counters.evicted += len(blocks)
         if self.continuations is not None:
             for block in blocks:
-                if not any(digest_of[block] in cached for cached in cached_in):
-                    self._forget_continuation(self.parent_of[block], digest_of[block])
+                digest = self.digest_of(block)
+                if all(self.index.get(group, digest) is None for group in range(len(self.windows))):
+                    self._forget_continuation(self.parents[block].tobytes(), digest)
         if self.recorder.subscribers:
             for block in blocks:
-                self.recorder.emit(Evicted(group_of[block], block, digest_of[block]))
+                self.recorder.emit(Evicted(int(self.groups[block]), block, self.digest_of(block)))
+
+    def digest_of(self, block: int) -> bytes:
+        return self.digests[block].tobytes()
+
+    def entries(self) -> dict[tuple[int, bytes], int]:
+        """Everything that can be found: (group, digest) and its block."""
+        return {
+            (int(self.groups[block]), self.digest_of(block)): block
+            for block in np.flatnonzero(self.pool.cached).tolist()
+        }
 
     def _note_continuation(self, chain: TokenChain, place: int) -> None:
         if not (chain.keys and chain.keys_within(place)):
@@ -225,20 +218,18 @@ class PrefixCache:
 
     def check(self) -> None:
         """Verifies the invariants above, but for what a digest is made from: see `check_sequence`."""
-        for group, cached in enumerate(self.blocks):
-            for digest, block in cached.items():
-                expect(self.digest_of[block] == digest, "a block is found under its own digest")
-                expect(self.group_of[block] == group, "a block is found in its own group")
-                expect(self.pool.is_cached[block], "is_cached marks the blocks that are found")
-        expect(int(self.pool.cached.sum()) == sum(map(len, self.blocks)), "and no others")
+        entries = self.entries()
+        expect(len(entries) == int(self.pool.cached.sum()), "no two blocks have one content")
+        expect(int(np.count_nonzero(self.slots)) == len(entries), "the index has the cached blocks alone")
+        for (group, digest), block in entries.items():
+            expect(self.index.get(group, digest) == block, "a cached block is found under its digest")
+        parents: dict[bytes, set[bytes]] = {}
+        for (_, digest), block in entries.items():
+            parents.setdefault(digest, set()).add(self.parents[block].tobytes())
         for parent, siblings in (self.continuations or {}).items():
             for digest in siblings:
-                blocks = [cached[digest] for cached in self.blocks if digest in cached]
-                expect(blocks, "a continuation is cached")
-                expect(
-                    {self.parent_of[block] for block in blocks} == {parent},
-                    "a continuation's parent is its own",
-                )
+                expect(digest in parents, "a continuation is cached")
+                expect(parents[digest] == {parent}, "a continuation's parent is its own")
 
     def check_sequence(self, tables: SequenceTables, row: int) -> None:
         """Verifies that the row's named blocks are found under its chain's digests; hashes these again."""
@@ -246,7 +237,7 @@ class PrefixCache:
         again = TokenChain(chain.root, self.block_size, b"", chain.keys)
         for group, first in enumerate(tables.first_block[:, row].tolist()):
             blocks = tables.blocks[group, row, first:num_named].tolist()
-            found = [self.blocks[group].get(digest) for digest in chain.digests[first:num_named]]
+            found = [self.index.get(group, digest) for digest in chain.digests[first:num_named]]
             expect(blocks == found, "a named block is the one found under its digest")
             again.digests = chain.digests[:first]
             again.extend(self.tokens[blocks].tobytes(), 0, len(blocks))

@@ -95,7 +95,7 @@ class Swapper:
             if twin in content_of:
                 continue
             content = content_of[twin] = twin if digest is None else (group, digest)
-            block = self._device_twin(twin) if digest is None else self.prefix.blocks[group].get(digest)
+            block = self._device_twin(twin) if digest is None else self.prefix.index.get(group, digest)
             if block is None:
                 fresh.setdefault(content, twin)
             else:

@@ -1,0 +1,115 @@
+"""The native part of the prefix cache: chains of SHA-256 digests, and the index from digests to blocks."""
+
+from hashlib import sha256
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_kv._prefix import BlockIndex, hash_blocks
+
+NUM_BLOCKS = 12
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("block_bytes", [0, 4, 20, 23, 24, 31, 32, 64, 87, 88, 152, 1024])
+def test_a_chain_of_digests_is_what_hashlib_makes_of_it(block_bytes, accelerated):
+    data = bytes(np.random.default_rng(block_bytes).integers(0, 256, 5 * block_bytes, np.uint8))
+    parent, expected = bytes(range(32)), []
+    for place in range(1, 5):
+        before = expected[-1] if expected else parent
+        expected.append(sha256(before + data[place * block_bytes : (place + 1) * block_bytes]).digest())
+    assert hash_blocks(parent, data, block_bytes, 4, block_bytes, accelerated) == expected
+
+
+def test_what_cannot_be_hashed_is_refused():
+    with pytest.raises(ValueError, match="tokens: expected 128 bytes, got 100"):
+        hash_blocks(bytes(32), bytes(100), 0, 2, 64)
+    with pytest.raises(ValueError, match="digest: expected 32 bytes, got b'abc'"):
+        hash_blocks(b"abc", bytes(64), 0, 1, 64)
+
+
+class Arrays:
+    def __init__(self, num_slots=16):
+        self.slots = np.zeros(num_slots, np.uint64)
+        self.digests = np.zeros((NUM_BLOCKS, 32), np.uint8)
+        self.parents = np.zeros((NUM_BLOCKS, 32), np.uint8)
+        self.groups = np.zeros(NUM_BLOCKS, np.uint8)
+        self.cached = np.zeros(NUM_BLOCKS, np.uint8)
+        self.index = BlockIndex(self.slots, self.digests, self.parents, self.groups, self.cached)
+
+
+def digest(start, number):
+    """One of several digests that begin alike, so that their entries want the same slot."""
+    return bytes([start, 0, 0, 0, number]) + bytes(27)
+
+
+names = st.tuples(st.integers(0, 1), st.sampled_from([0, 1, 14, 15]), st.integers(0, 3))
+calls = st.one_of(
+    st.tuples(st.just("store"), names, st.integers(0, NUM_BLOCKS - 1)),
+    st.tuples(st.just("remove"), st.integers(0, NUM_BLOCKS - 1)),
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(st.lists(calls, max_size=60))
+def test_entries_that_want_the_same_slot_are_found_and_removed(steps):
+    arrays, blocks = Arrays(), {}
+    for call, *arguments in steps:
+        if call == "store":
+            (group, start, number), block = arguments
+            name, parent = digest(start, number), digest(0, 9)
+            known = blocks.get((group, name))
+            if known is None and block in blocks.values():
+                with pytest.raises(ValueError, match=f"blocks: {block} has other content"):
+                    arrays.index.store(group, parent, [name], 0, np.array([block], np.int32))
+                continue
+            fresh, twins = arrays.index.store(group, parent, [name], 0, np.array([block], np.int32))
+            assert fresh == ([0] if known is None else [])
+            assert twins == ([] if known in (None, block) else [(0, known)])
+            if known is None:
+                blocks[group, name] = block
+                assert arrays.digests[block].tobytes() == name
+                assert arrays.parents[block].tobytes() == parent
+                assert arrays.groups[block] == group
+        elif arguments[0] in blocks.values():
+            arrays.index.remove(np.array(arguments, np.int32))
+            blocks = {name: block for name, block in blocks.items() if block != arguments[0]}
+        else:
+            with pytest.raises(ValueError, match=f"blocks: {arguments[0]} is not cached"):
+                arrays.index.remove(np.array(arguments, np.int32))
+        for group in range(2):
+            for start in (0, 1, 14, 15):
+                for number in range(4):
+                    name = digest(start, number)
+                    assert arrays.index.get(group, name) == blocks.get((group, name))
+        assert set(np.flatnonzero(arrays.cached)) == set(blocks.values())
+        assert np.count_nonzero(arrays.slots) == len(blocks)
+
+
+def test_a_run_is_stored_and_found_up_to_what_is_missing():
+    arrays = Arrays()
+    chain = [digest(i, 0) for i in range(6)]
+    fresh, twins = arrays.index.store(0, bytes(32), chain, 1, np.array([4, 5, 7, 2], np.int32))
+    assert (fresh, twins) == ([1, 2, 3, 4], [])
+    assert arrays.parents[[4, 5, 7, 2]].tobytes() == bytes(32) + b"".join(chain[1:4])
+    assert arrays.index.find(0, chain, 1, 6) == [4, 5, 7, 2]
+    assert arrays.index.find(0, chain, 2, 4) == [5, 7]
+    assert arrays.index.find(0, chain, 0, 6) == []
+    assert arrays.index.find(1, chain, 1, 6) == []
+    assert arrays.index.store(0, chain[0], chain, 1, np.array([4, 3], np.int32)) == ([], [(2, 5)])
+
+
+def test_what_does_not_fit_together_is_refused():
+    with pytest.raises(ValueError, match="slots: expected a power of two above the number of blocks, got 12"):
+        Arrays(num_slots=12)
+    with pytest.raises(ValueError, match="slots: expected a power of two above the number of blocks, got 8"):
+        Arrays(num_slots=8)
+    arrays = Arrays()
+    with pytest.raises(ValueError, match=f"blocks: no block {NUM_BLOCKS}"):
+        arrays.index.remove(np.array([NUM_BLOCKS], np.int32))
+    with pytest.raises(ValueError, match="blocks: no block -1"):
+        arrays.index.store(0, bytes(32), [bytes(32)], 0, np.array([-1], np.int32))
+    with pytest.raises(ValueError, match="digests: expected one for each block"):
+        arrays.index.store(0, bytes(32), [bytes(32)], 0, np.array([1, 2], np.int32))
+    assert not arrays.cached.any()
