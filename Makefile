@@ -62,7 +62,7 @@ cuda-check: $(CUDA_TOOLS)/installed
 	CUDA_TOOLS=$(CUDA_TOOLS)/nvidia/cu13 $(PYTHON) tests/cuda_check.py
 
 # make bench PEER= leaves the peer out.
-bench: $(VENV)/built $(PEER:%=%/installed)
+bench: $(VENV)/built $(VENV)/bench-tools $(PEER:%=%/installed)
 	$(BIN)/python -m bench
 
 lint: $(VENV)/lint-tools
@@ -84,6 +84,10 @@ $(VENV)/pip:
 
 $(VENV)/lint-tools: $(VENV)/pip pyproject.toml
 	$(PIP) --group lint
+	touch $@
+
+$(VENV)/bench-tools: $(VENV)/pip pyproject.toml
+	$(PIP) --group bench
 	touch $@
 
 # torch comes first and alone, so that nothing else chooses its version.

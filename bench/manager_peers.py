@@ -1,12 +1,14 @@
-"""The block manager beside vLLM's KVCacheManager: hit rate, time per block and slot, memory per block.
+"""The block manager beside vLLM's KVCacheManager and nano-vllm's design: hit rate, time per block and slot, memory.
 
     python -m bench.manager_peers [--traces FOLDER] [--rounds N]
 
-Both are driven by the replay's loop over the same requests, each in a process of its own, in turn, round by round;
-times are CPU times, and ratios are medians over the rounds. Prompts are hashed with SHA-256 by both.
+All are driven by the replay's loop over the same requests, each in a process of its own, in turn, round by round;
+times are CPU times, and ratios are medians over the rounds. Prompts are hashed with SHA-256, with xxHash by nano-vllm's
+design: peer_nano_manager.py, which needs `pip install xxhash`.
 """
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 from statistics import median
@@ -27,24 +29,30 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=FOLDER.parent.parent / "shared/traces")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    if not args.traces.is_dir():
-        print(f"not measured: no traces, as there is no folder {args.traces} (see --traces)")
+    folder = args.traces.resolve()  # the workers run elsewhere
+    if not folder.is_dir():
+        print(f"not measured: no traces, as there is no folder {folder} (see --traces)")
         return
     print(machine())
     ours = Peer("paged_kv", Path(sys.executable), "manager_worker.py", threads=1)
     others = start_peers(1, "peer_vllm_manager.py")
+    if importlib.util.find_spec("xxhash") is None:
+        print("nano-like: not measured, needs xxhash (pip install --group bench)")
+    else:
+        others.append(Peer("nano-like", Path(sys.executable), "peer_nano_manager.py", threads=1))
     peers = [ours, *others]
     for peer in peers:
         taken = peer.ask("memory", {"num_blocks": 16384, "block_size": BLOCK_SIZE})
         print(f"{peer.name} {peer.version}: {taken:.0f} bytes per cached block")
     for trace, num_blocks in CASES:
         file, requests, max_output = TRACES[trace]
+        if not (folder / file).exists():
+            print(f"\n{trace}: not measured, {file} is not in {folder}")
+            continue
         case = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "max_running": MAX_RUNNING}
         results = {peer.name: [] for peer in peers}
         for peer in peers:
-            peer.ask(
-                "load", {"trace": str(args.traces / file), "requests": requests, "max_output": max_output}
-            )
+            peer.ask("load", {"trace": str(folder / file), "requests": requests, "max_output": max_output})
         for _ in range(args.rounds):
             for peer in peers:
                 results[peer.name].append(peer.ask("run", case))
