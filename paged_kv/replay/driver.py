@@ -78,14 +78,14 @@ def replay(
         if waiting:
             outcome.crowded_steps += 1
             outcome.crowded_batch_sum += len(running)
-        done = [job for job in running if not job.num_left]
+        done = [job for job in running if job.generated == job.num_steps]
         outcome.finished += len(done)
         outcome.new_tokens += sum(job.request.answer.length for job in done)
         on_step(outcome, running)
         for job in done:
             memory.finish(job)
         if done:
-            running = [job for job in running if job.num_left]
+            running = [job for job in running if job.generated < job.num_steps]
         now += step_seconds
     return outcome
 

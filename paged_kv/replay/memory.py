@@ -29,11 +29,12 @@ class Job:
     request: Request
     generated: int = 0
     admissions: int = 0
+    num_steps: int = field(
+        init=False
+    )  # the prompt's step gives a token too, and the last is never computed on
 
-    @property
-    def num_left(self) -> int:
-        """Decode steps to come. The prompt's step gives the first token, and the last one is never computed on."""
-        return self.request.answer.length - 1 - self.generated
+    def __post_init__(self) -> None:
+        self.num_steps = self.request.answer.length - 1
 
     def tokens(self) -> np.ndarray:
         """The prompt and what has been generated, [n] int32."""
@@ -129,6 +130,8 @@ class PagedMemory:
         self._jobs: list[Job] = []  # of the last decode step, whose seq_ids are
         self._seq_ids: list[int] = []
         self._swapped: set[Job] = set()
+        self._refused: Job | None = None  # is asked for again at once after every step
+        self._refused_tokens = np.zeros(0, np.int32)
 
     def seq_ids(self, job: Job) -> list[int]:
         return list(range(job.index * self.group_size, (job.index + 1) * self.group_size))
@@ -143,11 +146,12 @@ class PagedMemory:
         if job in self._swapped:
             return self._swap_in(job)
         manager, size = self.manager, self.manager.block_size
-        tokens = job.tokens()
+        tokens = self._refused_tokens if job is self._refused else job.tokens()
         seq_id, *children = self.seq_ids(job)
         with self.times.of("prompt"):
             admission = manager.admit(seq_id, tokens)
             if admission.status is not AdmissionStatus.ADMITTED:
+                self._refused, self._refused_tokens = job, tokens
                 return None
             manager.append([seq_id], [tokens[admission.num_cached_tokens :]])
             manager.commit([seq_id])
@@ -170,10 +174,13 @@ class PagedMemory:
         except OutOfBlocksError:
             return False
         manager.commit(seq_ids)
+        seconds = time.thread_time() - started
         if self.beams is not None:
-            parents = self.beams.choose([job.index for job in jobs])
-            manager.reorder(seq_ids, [seq_ids[parent] for parent in parents])
-        self.times.decode.append((time.thread_time() - started, len(seq_ids)))
+            parents = [seq_ids[parent] for parent in self.beams.choose([job.index for job in jobs])]
+            started = time.thread_time()
+            manager.reorder(seq_ids, parents)
+            seconds += time.thread_time() - started
+        self.times.decode.append((seconds, len(seq_ids)))
         return True
 
     def preempt(self, job: Job) -> None:

@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 
@@ -40,7 +41,10 @@ class Piece:
 
     def tokens(self) -> np.ndarray:
         """Their ids, [length] int32."""
-        return ((self.start % ID_RANGE + np.arange(self.length)) % ID_RANGE).astype(np.int32)
+        start = self.start % ID_RANGE
+        if start + self.length <= ID_RANGE:
+            return np.arange(start, start + self.length, dtype=np.int32)
+        return ((start + np.arange(self.length)) % ID_RANGE).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Request:
     prompt: tuple[Piece, ...]
     answer: Piece
 
-    @property
+    @cached_property
     def prompt_len(self) -> int:
         return sum(piece.length for piece in self.prompt)
 
