@@ -270,10 +270,19 @@ def test_cache_use_counts_tokens_blocks_and_waste(model):
 
 
 def test_settings_and_arguments_are_checked_by_name(model, prompts):
-    with pytest.raises(ValueError, match="max_batch_tokens: expected 1 or more, got 0"):
-        new_llm(model, max_batch_tokens=0)
-    with pytest.raises(ValueError, match="max_num_seqs: expected 1 or more, got 0"):
-        new_llm(model, max_num_seqs=0)
+    for name in ("max_batch_tokens", "max_num_seqs"):
+        with pytest.raises(ValueError, match=f"{name}: expected an integer of 1 or more, got 0"):
+            new_llm(model, **{name: 0})
+        with pytest.raises(TypeError, match=f"{name}: expected an integer of 1 or more, got 2.5"):
+            new_llm(model, **{name: 2.5})
+    with pytest.raises(TypeError, match=r"max_model_len: expected an integer of 2 or more, got 7\.0"):
+        new_llm(model, max_model_len=7.0)
+    with pytest.raises(TypeError, match="priority: expected an integer, got 'high'"):
+        new_llm(model).generate(prompts, priority="high")
+    with pytest.raises(TypeError, match="salt: expected a text or None, got 5"):
+        new_llm(model).generate(prompts, salt=5)
+    with pytest.raises(ValueError, match="stop: expected no texts where there is no tokenizer"):
+        new_llm(model).generate(prompts, SamplingParams(stop="x"))
     with pytest.raises(ValueError, match="dtype: only for a path"):
         new_llm(model, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="num_blocks, memory"):

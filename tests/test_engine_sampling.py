@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from paged_kv.engine import SamplingParams
-from paged_kv.engine.sampler import sample, sample_one, uniform
+from paged_kv.engine.request import Sequence, seed_of
+from paged_kv.engine.sampler import new_processors, process, sample, sample_one, tell_logprobs, uniform
 
 
 @pytest.mark.parametrize(
@@ -31,11 +32,49 @@ from paged_kv.engine.sampler import sample, sample_one, uniform
         ("stop_token_ids", [-1], ValueError),
         ("stop_token_ids", ["a"], TypeError),
         ("ignore_eos", 1, TypeError),
+        ("min_tokens", 129, ValueError),
+        ("min_tokens", -1, ValueError),
+        ("n", 0, ValueError),
+        ("n", 2.0, TypeError),
+        ("best_of", 0, ValueError),
+        ("beam_width", 1, ValueError),
+        ("beam_width", "4", TypeError),
+        ("length_penalty", math.nan, ValueError),
+        ("early_stopping", "sometimes", ValueError),
+        ("repetition_penalty", 0.0, ValueError),
+        ("repetition_penalty", None, TypeError),
+        ("presence_penalty", math.inf, ValueError),
+        ("logprobs", -1, ValueError),
+        ("logprobs", True, TypeError),
+        ("stop", "", ValueError),
+        ("stop", [7], TypeError),
+        ("stop", 7, TypeError),
+        ("logits_processors", [7], TypeError),
+        ("logits_processors", 7, TypeError),
+        ("draft_tokens", -1, ValueError),
+        ("draft_tokens", 1.5, TypeError),
     ],
 )
 def test_a_bad_parameter_raises_by_name(name, value, error):
     with pytest.raises(error, match=rf"^{name}: expected .*got"):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"temperature": 1.0}, {"best_of": 4}, {"logprobs": 1}, {"stop": "x"}, {"draft_tokens": 2}],
+    ids=str,
+)
+def test_what_beam_search_cannot_do_raises_by_name(other):
+    with pytest.raises(ValueError, match=f"^{next(iter(other))}: expected .* with beam_width, got"):
+        SamplingParams(beam_width=4, **other)
+
+
+def test_best_of_and_width_hold_n():
+    with pytest.raises(ValueError, match="best_of: expected an integer of 3 or more, got 2"):
+        SamplingParams(n=3, best_of=2)
+    with pytest.raises(ValueError, match="beam_width: expected an integer of 3 or more, got 2"):
+        SamplingParams(n=3, beam_width=2)
 
 
 def test_good_parameters_are_kept():
@@ -44,9 +83,34 @@ def test_good_parameters_are_kept():
     assert params.greedy
 
 
+def sequence(seed=0, tokens=(1,)):
+    return Sequence((0, 0), list(tokens), 1, seed)
+
+
 def test_greedy_takes_the_likeliest_token():
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, -torch.inf, 2.0]])
-    assert sample(logits, [SamplingParams()] * 2, [0, 0], [0, 0]) == [1, 0]
+    assert [sample(row, sequence(), SamplingParams(), []) for row in logits] == [1, 0]
+
+
+def test_penalties_are_those_of_transformers_and_the_presence_penalty_counts_new_tokens_once():
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.25)
+    tokens, logits = [2, 0, 3, 3], torch.tensor([1.0, 2.0, -1.0, 0.5, 0.0])
+    penalised = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([tokens]), logits[None])[0]
+    expected = penalised - torch.tensor([0.25, 0, 0, 0.25, 0])  # the first token is the prompt's
+    processors = new_processors(params, 1, (), torch.device("cpu"))
+    assert torch.equal(process(logits[None], [sequence(tokens=tokens)], processors)[0], expected)
+
+
+def test_a_logits_processor_may_forbid_tokens():
+    def forbid(ids, scores):
+        assert ids.tolist() == [[1]]
+        return scores.index_fill(1, torch.tensor([2]), -torch.inf)
+
+    params = SamplingParams(logits_processors=[forbid])
+    processors = new_processors(params, 1, (), torch.device("cpu"))
+    assert sample(torch.tensor([0.0, 1.0, 2.0]), sequence(), params, processors) == 1
 
 
 def frequencies(logits, params, count=20_000):
@@ -95,13 +159,19 @@ def test_the_largest_uniform_number_gives_a_token_that_may_be_drawn():
     assert sample_one(logits, SamplingParams(temperature=1.0, top_p=0.5), last) < 50_000
 
 
-def test_a_row_does_not_depend_on_its_batch():
-    logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(0))
-    params = [SamplingParams(temperature=1.0 + i / 8, top_k=None if i % 2 else 50) for i in range(8)]
-    seeds, positions = list(range(8)), list(range(8))
-    together = sample(logits, params, seeds, positions)
-    alone = [sample(logits[i : i + 1], [params[i]], [seeds[i]], [positions[i]])[0] for i in range(8)]
-    assert together == alone
+def test_each_sequence_of_a_request_has_its_own_seed_and_the_first_the_requests():
+    seeds = [seed_of(5, i) for i in range(100)]
+    assert seeds[0] == 5
+    assert len(set(seeds) | {seed_of(6, i) for i in range(100)}) == 200
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_logprobs_are_of_the_token_and_the_likeliest():
+    logits = torch.tensor([0.0, 2.0, 1.0, -1.0])
+    told = tell_logprobs(logits, 3, 2)
+    assert list(told) == [3, 1, 2]
+    assert told == pytest.approx({i: float(logits.log_softmax(-1)[i]) for i in (3, 1, 2)})
+    assert list(tell_logprobs(logits, 1, 0)) == [1]
 
 
 def test_uniform_numbers_are_fixed_for_ever_and_spread_evenly():

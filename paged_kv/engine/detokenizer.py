@@ -1,4 +1,4 @@
-"""Turns tokens into text as they come."""
+"""Turns tokens into text as they come, up to where a stop text begins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Detokenizer"]
+__all__ = ["Detokenizer", "TextStream"]
 
 _INCOMPLETE = "\ufffd"  # a decoder's answer to the bytes of half a character: one for all, or one for each
 
@@ -46,3 +46,41 @@ class Detokenizer:
 
     def _decode(self, start: int) -> str:
         return self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
+
+
+class TextStream:
+    """The text of a sequence. What may be the beginning of a stop text is held back until that is known.
+
+    Attributes:
+        text: what is certain so far; it only grows.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stop = stop
+        self._held = ""
+        self.text = ""
+
+    def push(self, token: int, *, may_stop: bool = True) -> bool:
+        """Takes the next token; tells whether a stop text is complete, which is then left out of `text`."""
+        self._held += self._detokenizer.push(token)
+        if not may_stop:
+            self.text, self._held = self.text + self._held, ""
+            return False
+        places = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if places:
+            self.text, self._held = self.text + self._held[: min(places)], ""
+            return True
+        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        certain = len(self._held) - keep
+        self.text, self._held = self.text + self._held[:certain], self._held[certain:]
+        return False
+
+    def close(self) -> None:
+        """No more tokens come."""
+        self.text, self._held = self.text + self._held + self._detokenizer.flush(), ""
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

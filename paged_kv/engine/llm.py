@@ -11,19 +11,30 @@ import torch
 
 from ..integrations.transformers import PagedModel
 from ..manager import PagedKVCacheManager
-from .detokenizer import Detokenizer
 from .engine import Engine
 from .loading import load
-from .metrics import CacheUse
+from .metrics import CacheUse, EngineMetrics
 from .request import FinishReason, Request
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["LLM", "RequestOutput"]
+__all__ = ["LLM", "Completion", "RequestOutput", "Teller"]
 
 DEFAULT_MEMORY = 1 << 30  # about 23,000 tokens of a model of 135 million parameters in float32
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer to a prompt, as far as it has got."""
+
+    token_ids: list[int]  # all new tokens so far, the stop token included
+    text: str  # theirs, without special tokens, up to a stop text; empty without a tokenizer
+    new_text: str  # the end of `text` that this output adds to the one before
+    finish_reason: FinishReason | None  # None while it runs
+    logprobs: list[dict[int, float]]  # of each new token: its own and those of the likeliest, if asked for
+    score: float  # of a beam, or the sum of log-probabilities where samples are compared; else 0
 
 
 @dataclass(frozen=True)
@@ -32,16 +43,31 @@ class RequestOutput:
 
     index: int  # which of the prompts
     prompt_ids: list[int]
-    token_ids: list[int]  # all new tokens so far, the stop token included
-    text: str  # theirs, without special tokens; empty without a tokenizer
-    new_text: str  # the end of `text` that this output adds to the one before
-    finish_reason: FinishReason | None  # None while it runs
-    error: str | None  # why it was refused
+    completions: list[Completion]  # n of them; where they are compared, empty until the end, the best first
+    error: str | None  # why it was refused, or what went wrong
+    finished: bool
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
     num_preemptions: int
 
     @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
+    def token_ids(self) -> list[int]:
+        """New tokens of the first completion."""
+        return self.completions[0].token_ids if self.completions else []
+
+    @property
+    def text(self) -> str:
+        """Text of the first completion."""
+        return self.completions[0].text if self.completions else ""
+
+    @property
+    def new_text(self) -> str:
+        """What this output adds to the first completion's text."""
+        return self.completions[0].new_text if self.completions else ""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Of the first completion."""
+        return self.completions[0].finish_reason if self.completions else None
 
 
 class LLM:
@@ -51,8 +77,13 @@ class LLM:
         model: a loaded model, the path of a folder written by `save_pretrained`, or the path of a GGUF file.
         tokenizer: for a loaded model; without one, prompts are token ids and outputs have no text.
         dtype: of the weights where a path is loaded; None for the one they are stored in (float32 for GGUF).
+        cache_dtype: of keys and values: the model's own by default, or quantised: torch.int8,
+            torch.float8_e4m3fn or torch.float8_e5m2, with a scale for each token and head.
         block_size: slots in a block.
         num_blocks, memory: size of the pool, in blocks or in bytes; 1 GiB where neither is given.
+        num_host_blocks: blocks on the host that preempted requests are swapped to; without room there, they
+            are computed again.
+        prefix_cache: let prompts start with what earlier requests computed for the same beginning.
         max_model_len, max_batch_tokens, max_num_seqs: see Engine.
 
     Raises:
@@ -71,9 +102,12 @@ class LLM:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,
         memory: int | None = None,
+        num_host_blocks: int = 0,
+        prefix_cache: bool = True,
         max_model_len: int | None = None,
         max_batch_tokens: int = 512,
         max_num_seqs: int = 64,
@@ -87,13 +121,17 @@ class LLM:
         self.model = PagedModel(model)
         if num_blocks is None and memory is None:
             memory = DEFAULT_MEMORY
-        cache = self.model.new_cache(block_size, num_blocks=num_blocks, memory=memory)
-        manager = PagedKVCacheManager(cache.num_blocks, block_size)
+        cache = self.model.new_cache(block_size, num_blocks=num_blocks, memory=memory, dtype=cache_dtype)
+        manager = PagedKVCacheManager(
+            cache.num_blocks, block_size, prefix_cache=prefix_cache, num_host_blocks=num_host_blocks
+        )
         self.engine = Engine(
             self.model,
             cache,
             manager,
+            host_cache=cache.like(num_host_blocks) if num_host_blocks else None,
             eos_token_ids=_eos_token_ids(model),
+            tokenizer=tokenizer,
             max_model_len=max_model_len,
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
@@ -104,42 +142,57 @@ class LLM:
         """How the cache was used so far, and what a contiguous cache would have taken."""
         return self.engine.cache_use
 
-    def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Latencies, and totals of what was done."""
+        return self.engine.metrics
+
+    def encode(self, prompt: str | Sequence[dict[str, str]], *, chat: bool = False) -> list[int]:
         """Token ids of a text; `chat` wraps it as a user's message in the tokenizer's chat template.
+
+        A conversation so far, messages with "role" and "content", is wrapped likewise; what of it was computed for an
+        earlier turn is in the prefix cache.
 
         Raises:
             ValueError: there is no tokenizer, or it has no chat template.
         """
         if self.tokenizer is None:
             raise ValueError("prompt: expected token ids, since this model was given without a tokenizer")
-        if not chat:
+        if isinstance(prompt, str) and not chat:
             return self.tokenizer(prompt).input_ids
         if not self.tokenizer.chat_template:
             raise ValueError("chat: this model's tokenizer has no chat template")
-        message = {"role": "user", "content": prompt}
-        return self.tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     def generate(
         self,
         prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008 - frozen
+        *,
+        priority: int = 0,
+        salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answers all prompts and returns their final outputs in the order of the prompts.
 
         Args:
             prompts: texts or lists of token ids; a single text stands for a list of one.
             params: for all prompts, or one for each.
+            priority, salt: of all these prompts; see `Engine.add_request`.
 
         A prompt that can never run (empty, or longer than the context or the pool) has
         `finish_reason == REFUSED` and an `error`; the others are answered.
         """
-        finished = [output for output in self.stream(prompts, params) if output.finished]
-        return sorted(finished, key=lambda output: output.index)
+        outputs = self.stream(prompts, params, priority=priority, salt=salt)
+        return sorted((output for output in outputs if output.finished), key=lambda output: output.index)
 
     def stream(
         self,
         prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008 - frozen
+        *,
+        priority: int = 0,
+        salt: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields an output for each new token of each prompt, as they come.
 
@@ -157,60 +210,75 @@ class LLM:
             if not isinstance(prompt, (str, Sequence)):
                 raise TypeError(f"prompts: expected texts or lists of token ids, got {prompt!r} among them")
         ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return self._stream(ids, params)
+        return self._stream(ids, params, priority, salt)
 
     def _stream(
-        self, prompts: list[Sequence[int]], params: Sequence[SamplingParams]
+        self,
+        prompts: list[Sequence[int]],
+        params: Sequence[SamplingParams],
+        priority: int,
+        salt: str | None,
     ) -> Iterator[RequestOutput]:
         requests: list[Request] = []
         try:
             for ids, param in zip(prompts, params, strict=True):
-                requests.append(self.engine.add_request(ids, param))
-            told = [_Told(index, request, self.tokenizer) for index, request in enumerate(requests)]
-            while told:
+                requests.append(self.engine.add_request(ids, param, priority=priority, salt=salt))
+            tellers = [Teller(request, index) for index, request in enumerate(requests)]
+            while tellers:
                 # Whoever else works with the engine steps these requests too, so their state tells what is new.
-                yield from [one.output() for one in told if one.has_news]
-                told = [one for one in told if one.has_news or not one.request.finished]
-                if told:
+                yield from [teller.output() for teller in tellers if teller.has_news]
+                tellers = [one for one in tellers if one.has_news or not one.request.finished]
+                if tellers:
                     self.engine.step()
         finally:
             for request in requests:
                 self.engine.abort(request)
 
 
-class _Told:
-    """What of a request has been told, and the text that its tokens make piece by piece."""
+class Teller:
+    """What of a request has been told, and what is new."""
 
-    def __init__(self, index: int, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(self, request: Request, index: int = 0) -> None:
         self.request = request
         self._index = index
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._text = ""
-        self._num_tokens = 0
-        self._finished = False
+        self._told = (-1, False)
+        self._text_lens = [0] * request.params.n
+
+    @property
+    def _state(self) -> tuple[int, bool]:
+        request = self.request
+        if request.compares and not request.finished:
+            return 0, False
+        return sum(sequence.num_new_tokens for sequence in request.completions), request.finished
 
     @property
     def has_news(self) -> bool:
-        return self.request.num_new_tokens > self._num_tokens or self.request.finished != self._finished
+        return self._state not in (self._told, (0, False))
 
     def output(self) -> RequestOutput:
-        request, new_text = self.request, ""
-        if self._detokenizer:
-            for token in request.new_token_ids[self._num_tokens :]:
-                new_text += self._detokenizer.push(token)
-            if request.finished:
-                new_text += self._detokenizer.flush()
-        self._text += new_text
-        self._num_tokens = request.num_new_tokens
-        self._finished = request.finished
+        """How things stand; from now on this is told."""
+        request, completions = self.request, []
+        self._told = self._state
+        for place, sequence in enumerate(request.completions if any(self._told) else ()):
+            text = sequence.text
+            completions.append(
+                Completion(
+                    token_ids=sequence.new_token_ids,
+                    text=text,
+                    new_text=text[self._text_lens[place] :],
+                    finish_reason=sequence.finish_reason,
+                    logprobs=list(sequence.logprobs),
+                    score=sequence.score,
+                )
+            )
+            self._text_lens[place] = len(text)
         return RequestOutput(
             index=self._index,
             prompt_ids=request.prompt_ids,
-            token_ids=request.new_token_ids,
-            text=self._text,
-            new_text=new_text,
-            finish_reason=request.finish_reason,
+            completions=completions,
             error=request.error,
+            finished=request.finished,
+            num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
         )
 

@@ -1,12 +1,131 @@
-"""How the cache was used over the steps of an engine, and what a contiguous cache would have reserved."""
+"""What an engine has done and how long it took; and what a contiguous cache would have reserved."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import Counter, deque
+from dataclasses import dataclass, field
 
 from ..manager import Stats
 
-__all__ = ["CacheUse"]
+__all__ = ["CacheUse", "EngineMetrics", "Histogram"]
+
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Seconds: from a step of a tiny model to a prompt that waits for a minute."""
+
+
+class Histogram:
+    """Durations in seconds: totals of all, quantiles of the last 10,000."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sum = 0.0
+        self.buckets = [0] * (len(BUCKETS) + 1)
+        self._recent: deque[float] = deque(maxlen=10_000)
+
+    def observe(self, seconds: float) -> None:
+        self.count += 1
+        self.sum += seconds
+        self.buckets[bisect_left(BUCKETS, seconds)] += 1
+        self._recent.append(seconds)
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count if self.count else 0.0
+
+    def quantile(self, q: float) -> float:
+        """The least duration that a share of at least `q` does not exceed; 0 where there is none."""
+        ordered = sorted(self._recent)
+        return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
+
+
+@dataclass
+class EngineMetrics:
+    """Totals since the engine was made, and how things stand after the last step."""
+
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    inter_token_latency: Histogram = field(default_factory=Histogram)
+    queue_time: Histogram = field(default_factory=Histogram)  # from arrival to the first computed token
+    num_steps: int = 0
+    step_seconds: float = 0.0
+    model_seconds: float = 0.0  # of these, in the model's forward
+    computed_tokens: int = 0  # those computed again after a preemption included
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    new_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # guesses that were right
+    recomputed: int = 0  # preemptions that gave the blocks back
+    swapped: int = 0  # preemptions that moved the blocks to the host
+    finished: Counter[str] = field(default_factory=Counter)  # sequences by reason
+    num_running: int = 0  # sequences that run
+    num_waiting: int = 0  # requests that wait
+    cache_use: float = 0.0  # blocks in use / all blocks
+
+    @property
+    def hit_rate(self) -> float:
+        """Prompt tokens found in the prefix cache, as a share of all."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Guesses that were right, as a share of all."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def own_share(self) -> float:
+        """What of the steps' time was not the model's forward."""
+        return 1 - self.model_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    def prometheus(self) -> str:
+        """All of it in Prometheus' text format."""
+        lines: list[str] = []
+
+        def tell(name: str, kind: str, value: float, labels: str = "") -> None:
+            if not labels or f"# TYPE paged_kv_engine_{name} {kind}" not in lines:
+                lines.append(f"# TYPE paged_kv_engine_{name} {kind}")
+            lines.append(f"paged_kv_engine_{name}{labels} {value}")
+
+        for name in ("num_running", "num_waiting", "cache_use", "hit_rate", "acceptance_rate"):
+            tell(name, "gauge", getattr(self, name))
+        for name in (
+            *("num_steps", "step_seconds", "model_seconds", "computed_tokens", "prompt_tokens"),
+            *("cached_tokens", "new_tokens", "drafted_tokens", "accepted_tokens", "recomputed", "swapped"),
+        ):
+            tell(f"{name}_total", "counter", getattr(self, name))
+        for reason, number in sorted(self.finished.items()):
+            tell("finished_total", "counter", number, f'{{reason="{reason}"}}')
+        for name in ("time_to_first_token", "inter_token_latency", "queue_time"):
+            histogram, total = getattr(self, name), 0
+            lines.append(f"# TYPE paged_kv_engine_{name}_seconds histogram")
+            for bound, number in zip((*BUCKETS, "+Inf"), histogram.buckets, strict=True):
+                total += number
+                lines.append(f'paged_kv_engine_{name}_seconds_bucket{{le="{bound}"}} {total}')
+            lines.append(f"paged_kv_engine_{name}_seconds_sum {histogram.sum}")
+            lines.append(f"paged_kv_engine_{name}_seconds_count {histogram.count}")
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        """The lines of `python -m paged_kv generate --stats`."""
+
+        def quantiles(histogram: Histogram) -> str:
+            return (
+                f"{histogram.quantile(0.5) * 1e3:.1f} ms median, {histogram.quantile(0.99) * 1e3:.1f} ms p99"
+            )
+
+        finished = ", ".join(f"{number} {reason}" for reason, number in sorted(self.finished.items()))
+        return (
+            f"time to first token: {quantiles(self.time_to_first_token)}; of that in line: "
+            f"{quantiles(self.queue_time)}\n"
+            f"between tokens: {quantiles(self.inter_token_latency)}\n"
+            f"steps: {self.num_steps}, {self.computed_tokens} tokens computed; "
+            f"outside the model's forward: {self.own_share:.1%} of the time\n"
+            f"prefix cache: {self.cached_tokens} of {self.prompt_tokens} prompt tokens found, {self.hit_rate:.1%}\n"
+            f"drafts: {self.accepted_tokens} of {self.drafted_tokens} accepted, {self.acceptance_rate:.1%}\n"
+            f"preemptions: {self.recomputed} by recompute, {self.swapped} by swap\n"
+            f"sequences: {self.num_running} running, {self.num_waiting} requests waiting, finished: "
+            f"{finished or 'none'}; blocks in use: {self.cache_use:.1%}"
+        )
 
 
 @dataclass
@@ -24,6 +143,7 @@ class CacheUse:
     peak_blocks: int = 0
     tokens_at_peak: int = 0
     waste_at_peak: float = 0.0
+    saved_at_peak: int = 0  # blocks that the sequences would have held beyond these if they shared none
     peak_sequences: int = 0
     _waste_sum: float = 0.0
 
@@ -35,6 +155,7 @@ class CacheUse:
         if (stats.num_used_blocks, stats.num_held_tokens) > (self.peak_blocks, self.tokens_at_peak):
             self.peak_blocks, self.tokens_at_peak = stats.num_used_blocks, stats.num_held_tokens
             self.waste_at_peak = stats.waste
+            self.saved_at_peak = stats.num_saved_blocks
 
     @property
     def mean_waste(self) -> float:
@@ -65,9 +186,12 @@ class CacheUse:
             return "kv cache: nothing was computed"
         mib = 2**20
         saved = self.contiguous_bytes / self.peak_bytes
+        shared = ""
+        if self.saved_at_peak:
+            shared = f"sharing saved {self.saved_at_peak} blocks more that sequences apart would have held\n"
         return (
             f"paged cache at its peak: {self.tokens_at_peak} tokens held in {self.peak_blocks} blocks of "
-            f"{self.block_size} slots, {self.peak_bytes / mib:.1f} MiB\n"
+            f"{self.block_size} slots, {self.peak_bytes / mib:.1f} MiB\n{shared}"
             f"waste: {self.waste_at_peak:.1%} of the allocated slots at the peak, "
             f"{self.mean_waste:.1%} on average\n"
             f"a contiguous cache would have reserved {self.peak_sequences} x {self.reserved_per_sequence} = "

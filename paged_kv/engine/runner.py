@@ -1,6 +1,8 @@
-"""Computes one scheduled step: packs its tokens, copies blocks, runs the model."""
+"""Computes one scheduled step: packs its tokens, runs the model. Moves blocks when the manager asks for it."""
 
 from __future__ import annotations
+
+from itertools import chain
 
 import numpy as np
 import torch
@@ -9,44 +11,62 @@ from torch import Tensor
 from ..cache import PagedKVCache
 from ..integrations.transformers import PagedBatch, PagedModel
 from ..manager import PagedKVCacheManager
-from .scheduler import ScheduledStep
+from .scheduler import Pairs, ScheduledStep
 
 __all__ = ["ModelRunner"]
 
 
 class ModelRunner:
-    def __init__(self, model: PagedModel, cache: PagedKVCache, manager: PagedKVCacheManager) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        cache: PagedKVCache,
+        host_cache: PagedKVCache | None,
+        manager: PagedKVCacheManager,
+    ) -> None:
         self.model = model
         self.cache = cache
+        self.host_cache = host_cache
         self.manager = manager
 
     def run(self, step: ScheduledStep) -> Tensor:
-        """Logits `[R, vocab_size]` of the R requests whose last token is computed in this step."""
-        requests, counts = step.requests, np.array(step.counts)
-        computed = np.array([request.num_computed for request in requests])
+        """Logits `[R, vocab_size]` of the step's R tokens that need them, in the order of its work."""
+        work = step.work
+        counts = np.array([each.count for each in work])
+        computed = np.array([each.sequence.num_computed for each in work])
+        num_rows = np.array([each.num_rows for each in work])
         ends = counts.cumsum()
-        tokens = [
-            token
-            for request, count in zip(requests, step.counts, strict=True)
-            for token in request.token_ids[request.num_computed : request.num_computed + count]
-        ]
+        tokens = list(
+            chain.from_iterable(
+                w.sequence.token_ids[w.sequence.num_computed : w.sequence.num_computed + w.count]
+                + w.sequence.drafts
+                for w in work
+            )
+        )
         positions = np.arange(len(tokens)) + np.repeat(computed - (ends - counts), counts)
-        complete = np.array([r.num_pending == n for r, n in zip(requests, step.counts, strict=True)])
+        rows = np.arange(num_rows.sum()) + np.repeat(ends - num_rows.cumsum(), num_rows)
         seq_lens = computed + counts
-
-        if step.block_copies:
-            self.cache.copy_blocks(step.block_copies)
         batch = PagedBatch(
             slot_mapping=self._tensor(step.slot_mapping),
-            block_tables=self._tensor(self.manager.block_tables([r.request_id for r in requests])),
+            block_tables=self._tensor(self.manager.block_tables([w.sequence.seq_id for w in work])),
             seq_lens=self._tensor(seq_lens.astype(np.int32)),
             query_start_loc=self._tensor(np.concatenate([[0], ends]).astype(np.int32)),
             max_query_len=int(counts.max()),
             max_seq_len=int(seq_lens.max()),
             cache=self.cache,
         )
-        rows = self._tensor(ends[complete] - 1)
-        return self.model.forward(self._tensor(np.array(tokens)), self._tensor(positions), batch, rows)
+        return self.model.forward(
+            self._tensor(np.array(tokens)), self._tensor(positions), batch, self._tensor(rows)
+        )
+
+    def copy(self, pairs: Pairs) -> None:
+        self.cache.copy_blocks(pairs)
+
+    def swap_out(self, pairs: Pairs) -> None:
+        self.cache.swap_blocks(self.host_cache, pairs)
+
+    def swap_in(self, pairs: Pairs) -> None:
+        self.host_cache.swap_blocks(self.cache, pairs)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device)

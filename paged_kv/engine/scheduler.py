@@ -1,135 +1,285 @@
 """Decides which tokens are computed in the next step, and gives them their slots.
 
-    waiting   no blocks, first come first served; a preempted request goes back to the front
-    running   holds blocks, in order of admission
+    waiting   no blocks, or swapped to the host; in order of priority, then first come first served
+    running   holds blocks, in the same order
 
-A step has a budget of tokens. Running requests come first: those that wait for one token only (decodes),
-then those with more (chunks of prompts), each kind in order of admission. What is left goes to waiting
-requests. When blocks run out, the newest running request is preempted: it gives back its blocks, keeps its
-tokens, and computes them again later.
+A step has a budget of tokens. Running requests come first: the sequences that wait for one token only
+(decodes), then those with more (chunks of prompts), and guesses take what is left of that. The rest goes to
+waiting requests. When blocks run out, guesses are dropped, and then the last running request is preempted: its
+blocks go to the host if there is room, or are given back and computed again later. Its tokens stay.
 
-Why this ends: the oldest running request is never preempted for another, and alone it fits the pool, because
-no request may be longer than the pool. So it finishes, and then the next one is the oldest.
+Why this ends: the first of the running requests is never preempted for another, and alone it fits the pool,
+because no request may need more than the pool. So each step brings it on, it finishes, and another is the first.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..errors import OutOfBlocksError
+from ..errors import OutOfBlocksError, OutOfHostBlocksError
 from ..manager import AdmissionStatus, PagedKVCacheManager
-from .request import Request
+from ..manager.chain import ContentKey
+from .request import Request, Sequence
 
-__all__ = ["ScheduledStep", "Scheduler"]
+__all__ = ["BlockMover", "ScheduledStep", "Scheduler", "Work"]
+
+Pairs = list[tuple[int, int]]
+
+
+class BlockMover(Protocol):
+    """Carries out at once what the manager asks for, (source, destination) block by block."""
+
+    def copy(self, pairs: Pairs) -> None: ...
+    def swap_out(self, pairs: Pairs) -> None: ...
+    def swap_in(self, pairs: Pairs) -> None: ...
+
+
+class Work(NamedTuple):
+    """The next `count` tokens of a sequence, its guesses included; the last `num_rows` of them need logits."""
+
+    request: Request
+    sequence: Sequence
+    count: int
+    num_rows: int
 
 
 @dataclass
 class ScheduledStep:
-    """What to compute: `counts[i]` next tokens of `requests[i]`, packed in this order.
+    """What to compute, packed in this order, and `[T]` int64 slots where keys and values go."""
 
-    slot_mapping: `[T]` int64, where the tokens' keys and values go.
-    block_copies: (source, destination) blocks to copy before anything is written.
-    """
-
-    requests: list[Request] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
     slots: list[np.ndarray] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def slot_mapping(self) -> np.ndarray:
-        return np.concatenate(self.slots)
+        return self.slots[0] if len(self.slots) == 1 else np.concatenate(self.slots)
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.counts)
+        return sum(work.count for work in self.work)
 
 
 class Scheduler:
     """Args:
     manager: gives out the blocks.
+    mover: carries out its copies and swaps.
     max_batch_tokens: budget of a step, in tokens.
-    max_num_seqs: most requests that run at once.
+    max_num_seqs: most sequences that run at once.
     """
 
-    def __init__(self, manager: PagedKVCacheManager, max_batch_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, manager: PagedKVCacheManager, mover: BlockMover, max_batch_tokens: int, max_num_seqs: int
+    ) -> None:
         self.manager = manager
+        self.mover = mover
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.num_preemptions = 0
+        self.num_recomputed = 0  # preemptions that gave the blocks back
+        self.num_swapped = 0  # and those that moved them to the host
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.num_recomputed + self.num_swapped
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        insort(self.waiting, request, key=lambda other: other.order)
 
     def schedule(self) -> ScheduledStep:
-        """Plans a step and reserves its slots. Without requests the step is empty."""
+        """Plans a step and reserves its slots. Without requests the step is empty.
+
+        Raises OutOfBlocksError where blocks that others than requests hold keep the first request from running.
+        """
         step = ScheduledStep()
         num_preempted = self._schedule_running(step)
         if not num_preempted:  # blocks are short: who just lost them must not take them back at once
             self._admit_waiting(step)
         return step
 
-    def release(self, request: Request) -> None:
-        """Takes a finished or aborted request out; its blocks are free at once."""
-        if request in self.running:
+    def fork(self, request: Request) -> None:
+        """The prompt is computed: the other unfinished sequences go on from the stem."""
+        stem, *others = request.live
+        for sequence in others:
+            self.manager.fork(stem.seq_id, sequence.seq_id)
+            sequence.num_computed = stem.num_computed
+        request.forked = True
+
+    def release(self, request: Request, sequence: Sequence) -> None:
+        """Frees a sequence that has just finished, and takes out its request when it was the last."""
+        request.live.remove(sequence)
+        if sequence.seq_id in self.manager:
+            self.manager.free(sequence.seq_id)
+        if not request.live:
             self.running.remove(request)
-            self.manager.free(request.request_id)
-        else:
-            self.waiting.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes out a request, wherever it is; its blocks are free at once."""
+        (self.running if request in self.running else self.waiting).remove(request)
+        self._free(request)
 
     def requeue_all(self) -> None:
-        """Takes the blocks of all running requests, whatever their state, and puts them first in line."""
-        while self.running:
-            self._requeue(self.running[-1])
+        """Takes all blocks of all requests, whatever their state, and lets the unfinished ones wait."""
+        for request in self.waiting:
+            self._free(request)
+        for request in self.running:
+            self._free(request)
+            request.live = [sequence for sequence in request.live if not sequence.finished]
+            if request.live:
+                self.add(request)
+        self.running.clear()
 
-    def _requeue(self, request: Request) -> None:
-        self.running.remove(request)
-        self.manager.free(request.request_id)
-        request.num_computed = 0
-        self.waiting.appendleft(request)
+    def _free(self, request: Request) -> None:
+        for sequence in request.sequences:
+            if sequence.seq_id in self.manager:
+                self.manager.free(sequence.seq_id)
+            sequence.num_computed = 0
+        request.forked = request.swapped = False
+
+    # Those that run
 
     def _schedule_running(self, step: ScheduledStep) -> int:
-        num_preempted = 0
+        num_preempted, drafting = 0, True
         while self.running:
-            budget, requests, counts = self.max_batch_tokens, [], []
-            for request in sorted(self.running, key=lambda request: request.num_pending > 1):
-                if count := min(request.num_pending, budget):
-                    requests.append(request)
-                    counts.append(count)
-                    budget -= count
+            work = self._plan(drafting)
             try:
-                self._append(step, requests, counts)
+                self._append(step, work)
                 break
             except OutOfBlocksError:
-                if len(self.running) == 1:
+                if drafting and any(each.sequence.drafts for each in work):
+                    drafting = False
+                elif len(self.running) > 1:
+                    self._preempt(self.running.pop())
+                    num_preempted += 1
+                else:
                     raise
-                newest = self.running[-1]
-                newest.num_preemptions += 1
-                self._requeue(newest)
-                num_preempted += 1
-        self.num_preemptions += num_preempted
         return num_preempted
 
+    def _plan(self, drafting: bool) -> list[Work]:
+        budget = self.max_batch_tokens
+        decodes: list[tuple[Request, Sequence]] = []
+        prompts: list[tuple[Request, Sequence, int]] = []
+        for request in self.running:
+            wants = request.wants()
+            ready = [(request, sequence) for sequence, count in wants if count == 1]
+            prompts += [(request, sequence, count) for sequence, count in wants if count > 1]
+            if request.beams and len(ready) > budget:  # all or none
+                continue
+            decodes += ready[:budget]
+            budget -= len(ready[:budget])
+        chunks = []
+        for request, sequence, count in prompts:
+            if count := min(count, budget):
+                chunks.append(self._work(request, sequence, count))
+                budget -= count
+        work = []
+        for request, sequence in decodes:
+            guesses = []
+            if drafting and sequence.lookup is not None and sequence.num_new_tokens and budget:
+                left = request.max_len - len(sequence.token_ids) - 1  # the last token is never a guess
+                most = min(request.params.draft_tokens, left, budget)
+                guesses = sequence.lookup.guess(sequence.token_ids, most)
+                budget -= len(guesses)
+            work.append(self._work(request, sequence, 1, guesses))
+        return work + chunks
+
+    @staticmethod
+    def _work(request: Request, sequence: Sequence, count: int, guesses: Iterable[int] = ()) -> Work:
+        complete = sequence.num_computed + count == len(sequence.token_ids)
+        sequence.drafts = list(guesses) if complete else []
+        num_drafts = len(sequence.drafts)
+        return Work(request, sequence, count + num_drafts, 1 + num_drafts if complete else 0)
+
+    def _append(self, step: ScheduledStep, work: list[Work]) -> None:
+        if not work:
+            return
+        if all(each.count == 1 for each in work):
+            tokens = np.array([[w.sequence.token_ids[w.sequence.num_computed]] for w in work], np.int32)
+        else:
+            tokens = [
+                w.sequence.token_ids[w.sequence.num_computed : w.sequence.num_computed + w.count]
+                + w.sequence.drafts
+                for w in work
+            ]
+        reserved = self.manager.append([w.sequence.seq_id for w in work], tokens)
+        if reserved.block_copies:
+            self.mover.copy(reserved.block_copies)
+        step.work += work
+        step.slots.append(reserved.slot_mapping)
+
+    def _preempt(self, request: Request) -> None:
+        request.num_preemptions += 1
+        seq_ids = [sequence.seq_id for sequence in request.resident]
+        try:
+            if self.manager.stats().num_host_blocks:
+                self.mover.swap_out(self.manager.swap_out(seq_ids))
+                request.swapped = True
+                self.num_swapped += 1
+        except OutOfHostBlocksError:
+            pass
+        if not request.swapped:
+            self.num_recomputed += 1
+            self.manager.preempt(seq_ids[0])
+            self._free(request)
+        self.add(request)
+
+    # Those that wait
+
     def _admit_waiting(self, step: ScheduledStep) -> None:
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            budget = self.max_batch_tokens - step.num_tokens
+        while self.waiting:
             request = self.waiting[0]
-            if not budget or not self._leaves_room(request):
+            budget = self.max_batch_tokens - step.num_tokens
+            num_seqs = sum(len(running.live) for running in self.running)
+            if not budget or (self.running and num_seqs + len(request.live) > self.max_num_seqs):
                 break
-            admission = self.manager.admit(request.request_id, request.token_ids)
-            if admission.status is not AdmissionStatus.ADMITTED:
-                if not self.running:  # others than requests hold the blocks: no step would bring them back
-                    needed = -(-len(request.token_ids) // self.manager.block_size)
-                    raise OutOfBlocksError(needed, self.manager.num_available_blocks)
+            if not self._leaves_room(request):
                 break
-            self.running.append(self.waiting.popleft())
-            request.num_computed = admission.num_cached_tokens
-            self._append(step, [request], [min(request.num_pending, budget)])
+            if not (self._swap_in(request) if request.swapped else self._admit(request)):
+                break
+            self.waiting.remove(request)
+            insort(self.running, request, key=lambda other: other.order)
+            if request.swapped:
+                request.swapped = False  # its next tokens are computed with those of the others
+                if not step.work:
+                    self._schedule_running(step)
+                continue
+            sequence, count = request.wants()[0]
+            try:
+                self._append(step, [self._work(request, sequence, min(count, budget))])
+            except OutOfBlocksError:  # what admission promised is gone, to a pin for instance
+                self.running.remove(request)
+                self._free(request)
+                self.add(request)
+                break
+
+    def _admit(self, request: Request) -> bool:
+        stem = request.live[0]
+        prompt = request.prompt_ids if len(request.live) > 1 else stem.token_ids
+        keys = [] if request.salt is None else [ContentKey("salt", request.salt)]
+        admission = self.manager.admit(stem.seq_id, prompt, keys=keys)
+        if admission.status is not AdmissionStatus.ADMITTED:
+            if not self.running:  # others than requests hold the blocks: no step would bring them back
+                needed = -(-len(prompt) // self.manager.block_size)
+                raise OutOfBlocksError(needed, self.manager.num_available_blocks)
+            return False
+        stem.num_computed = admission.num_cached_tokens
+        if not request.num_preemptions:
+            request.num_cached_tokens = admission.num_cached_tokens
+        return True
+
+    def _swap_in(self, request: Request) -> bool:
+        try:
+            self.mover.swap_in(self.manager.swap_in([sequence.seq_id for sequence in request.resident]))
+        except OutOfBlocksError:
+            if not self.running:
+                raise
+            return False
+        return True
 
     def _leaves_room(self, request: Request) -> bool:
         """Whether the running requests can still compute all their tokens and one more beside this one.
@@ -137,23 +287,24 @@ class Scheduler:
         Admission alone sees only blocks that are held, so without this a prompt would move in on blocks that
         a half-computed prompt or the next decode needs, and be preempted again soon.
         """
+        if not self.running:
+            return True
+        promised = sum(self._num_blocks(other, held=True) for other in self.running)
+        return self._num_blocks(request, held=False) + promised <= self.manager.num_available_blocks
+
+    def _num_blocks(self, request: Request, held: bool) -> int:
+        """Blocks for all tokens of a request, beyond those that it has."""
         size = self.manager.block_size
-
-        def growth(tokens: int, held: int) -> int:
-            return -(-tokens // size) - -(-held // size)
-
-        promised = sum(growth(len(r.token_ids) + 1, self.manager.seq_len(r.request_id)) for r in self.running)
-        return (
-            growth(len(request.token_ids), 0) + promised <= self.manager.num_available_blocks
-            or not self.running
+        if held and request.forked:
+            return sum(
+                -(-(len(sequence.token_ids) + 1) // size) - -(-self.manager.seq_len(sequence.seq_id) // size)
+                for sequence in request.live
+            )
+        shared = len(request.prompt_ids) // size if len(request.live) > 1 else 0
+        # One that runs gets room for one more token.
+        num_blocks = shared + sum(
+            -(-(len(sequence.token_ids) + held) // size) - shared for sequence in request.live
         )
-
-    def _append(self, step: ScheduledStep, requests: list[Request], counts: list[int]) -> None:
-        tokens = [
-            r.token_ids[r.num_computed : r.num_computed + n] for r, n in zip(requests, counts, strict=True)
-        ]
-        reserved = self.manager.append([r.request_id for r in requests], tokens)
-        step.requests += requests
-        step.counts += counts
-        step.slots.append(reserved.slot_mapping)
-        step.block_copies += reserved.block_copies
+        if held:
+            num_blocks -= -(-self.manager.seq_len(request.live[0].seq_id) // size)
+        return num_blocks

@@ -78,14 +78,22 @@ class PagedModel:
         return self.model.device
 
     def new_cache(
-        self, block_size: int = 16, *, num_blocks: int | None = None, memory: int | None = None
+        self,
+        block_size: int = 16,
+        *,
+        num_blocks: int | None = None,
+        memory: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> PagedKVCache:
-        """A cache for this model's layers, beside its weights, sized in blocks or in bytes."""
+        """A cache for this model's layers, beside its weights, sized in blocks or in bytes.
+
+        dtype: of keys and values: the model's own by default, or a quantised one.
+        """
         return PagedKVCache(
             len(self.layers),
             [layer.num_kv_heads for layer in self.layers],
             [layer.head_dim for layer in self.layers],
-            self.layers[0].dtype,
+            dtype or self.layers[0].dtype,
             block_size,
             num_blocks=num_blocks,
             memory=memory,
