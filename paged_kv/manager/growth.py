@@ -13,7 +13,7 @@ takes any block, and takes all destinations of copies before it lets go of a sou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Growth:
         self.recorder = recorder
         self.publish = publish  # what is left to publish may be equal to what is cached, and free blocks
 
-    def one_each(self, seq_ids: Sequence[Hashable], rows: np.ndarray) -> tuple[np.ndarray, Copies]:
+    def one_each(self, rows: np.ndarray) -> tuple[np.ndarray, Copies]:
         """Slots of one more token for each row, [groups, rows], and block copies: the decode step.
 
         Rows that have room share a few array operations; only those at the end of what is known to be theirs
@@ -56,72 +56,76 @@ class Growth:
         """
         tables = self.tables
         room = tables.room[rows]
-        asking = (room == 0).nonzero()[0].tolist()
+        asking = rows[room == 0]
         block_copies = []
-        if asking:
-            block_copies = self._find_room([seq_ids[i] for i in asking], rows[asking])
+        if len(asking):
+            block_copies = self._find_room(asking)
             room = tables.room[rows]
         tables.room[rows] = room - 1
         tables.seq_len[rows] += 1
-        slots = np.empty((len(self.tables.blocks), len(rows)), np.int64)
-        for group_slots, next_slot in zip(slots, tables.next_slot, strict=True):
-            group_slots[:] = next_slot[rows]
-            next_slot[rows] = group_slots + 1
+        slots = tables.next_slot.take(rows, axis=1)
+        tables.next_slot[:, rows] = slots + 1
         return slots, block_copies
 
-    def _find_room(self, seq_ids: list[Hashable], rows: np.ndarray) -> Copies:
+    def _find_room(self, rows: np.ndarray) -> Copies:
         """Notes where the next token of each row goes and how many fit there, after making room for it."""
-        tables, pool, size = self.tables, self.pool, self.tables.block_size
+        tables, size = self.tables, self.tables.block_size
+        listed = rows.tolist()
         seq_lens, num_blocks = tables.seq_len[rows].tolist(), tables.num_blocks[rows].tolist()
         if all(seq_len == held * size for seq_len, held in zip(seq_lens, num_blocks, strict=True)):
-            # The usual case: their blocks are full, and each gets a new one.
-            needed = len(seq_lens) * len(self.tables.blocks)
-            if needed > pool.num_available:
-                self.publish()
-            if needed > pool.num_available:
-                raise OutOfBlocksError(needed, pool.num_available)
-            tables.reserve_width(max(num_blocks) + 1)
-            for seq_id, row, place in zip(seq_ids, rows.tolist(), num_blocks, strict=True):
-                for group, blocks in enumerate(tables.blocks):
-                    after = int(blocks[row, place - 1]) if place else -1
-                    blocks[row, place] = block = pool.take_one(after)
-                    tables.next_slot[group, row] = block * size
-                    self.recorder.held(seq_id, group, place, [block])
-            tables.num_blocks[rows] += 1
-            tables.room[rows] = size
+            self._add_one_each(rows, listed, num_blocks)
             return []
-        block_copies = self._make_room(seq_ids, rows, [1] * len(seq_lens), 0)
-        for row, seq_len in zip(rows.tolist(), seq_lens, strict=True):
+        block_copies = self._make_room(listed, [1] * len(listed), 0)
+        for row, seq_len in zip(listed, seq_lens, strict=True):
             place, offset = divmod(seq_len, size)
             tables.room[row] = size - offset
             for group, blocks in enumerate(tables.blocks):
                 tables.next_slot[group, row] = int(blocks[row, place]) * size + offset
         return block_copies
 
-    def many(
-        self, seq_ids: Sequence[Hashable], rows: np.ndarray, counts: np.ndarray, lookahead: int
-    ) -> tuple[np.ndarray, Copies]:
+    def _add_one_each(self, rows: np.ndarray, listed: list[int], num_blocks: list[int]) -> None:
+        """The usual case: the rows' blocks are full, and each gets a new one."""
+        tables, pool, size = self.tables, self.pool, self.tables.block_size
+        needed = len(listed) * len(tables.blocks)
+        if needed > pool.num_available:
+            self.publish()
+        if needed > pool.num_available:
+            raise OutOfBlocksError(needed, pool.num_available)
+        tables.reserve_width(max(num_blocks) + 1)
+        blocks, next_slot = memoryview(tables.blocks), memoryview(tables.next_slot)  # quicker item by item
+        for group in range(len(tables.blocks)):
+            last = [
+                blocks[group, row, held - 1] if held else -1
+                for row, held in zip(listed, num_blocks, strict=True)
+            ]
+            for row, place, block in zip(listed, num_blocks, pool.take_each(last), strict=True):
+                blocks[group, row, place] = block
+                next_slot[group, row] = block * size
+                if self.recorder.subscribers:
+                    self.recorder.held(tables.seq_ids[row], group, place, [block])
+        tables.num_blocks[rows] += 1
+        tables.room[rows] = size
+
+    def many(self, rows: np.ndarray, counts: list[int], lookahead: int) -> tuple[np.ndarray, Copies]:
         """Slots of `counts` more tokens for each row, [groups, sum(counts)], and block copies: prefill, drafts."""
-        tables = self.tables
-        old = tables.seq_len[rows]
-        block_copies = self._make_room(seq_ids, rows, counts.tolist(), lookahead)
-        tables.seq_len[rows] = new = old + counts
-        parts = [
-            tables.slots(group, row, start, stop)
-            for group in range(len(self.tables.blocks))
-            for row, start, stop in zip(rows.tolist(), old.tolist(), new.tolist(), strict=True)
-        ]
-        slots = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, np.int64)])
-        slots = slots.reshape(len(self.tables.blocks), -1)
-        # What is left of a block just written to is the row's own.
-        grown = counts > 0
-        tables.room[rows] = np.where(grown, -new % tables.block_size, 0)
-        tables.next_slot[:, rows[grown]] = slots[:, counts.cumsum()[grown] - 1] + 1
+        tables, size = self.tables, self.tables.block_size
+        listed, old = rows.tolist(), tables.seq_len[rows].tolist()
+        block_copies = self._make_room(listed, counts, lookahead)
+        slots = np.empty((len(tables.blocks), sum(counts)), np.int64)
+        end = 0
+        for row, start, count in zip(listed, old, counts, strict=True):
+            tables.room[row] = 0
+            if not count:
+                continue
+            stop, end = start + count, end + count
+            for group, group_slots in enumerate(slots):
+                group_slots[end - count : end] = tables.slots(group, row, start, stop)
+                tables.next_slot[group, row] = group_slots[end - 1] + 1
+            tables.seq_len[row] = stop
+            tables.room[row] = -stop % size  # what is left of a block just written to is the row's own
         return slots, block_copies
 
-    def _make_room(
-        self, seq_ids: Sequence[Hashable], rows: np.ndarray, counts: list[int], lookahead: int
-    ) -> Copies:
+    def _make_room(self, rows: list[int], counts: list[int], lookahead: int) -> Copies:
         """Gets the rows blocks of their own for `counts` and `lookahead` more tokens, or raises and does
         nothing.
 
@@ -130,12 +134,10 @@ class Growth:
         tables, pool, size = self.tables, self.pool, self.tables.block_size
         growing, writing, needed = [], [], 0
         seq_lens, num_blocks = tables.seq_len[rows].tolist(), tables.num_blocks[rows].tolist()
-        for seq_id, row, seq_len, held, count in zip(
-            seq_ids, rows.tolist(), seq_lens, num_blocks, counts, strict=True
-        ):
+        for row, seq_len, held, count in zip(rows, seq_lens, num_blocks, counts, strict=True):
             more = -(-(seq_len + count + lookahead) // size) - held
             if more > 0:
-                growing.append((seq_id, row, more))
+                growing.append((row, more))
                 needed += more * len(self.tables.blocks)
             if count and seq_len % size:
                 writing.append(row)
@@ -149,8 +151,8 @@ class Growth:
         if needed + len(overwritten) <= pool.num_available:  # rather copy than lose what the cache finds
             copies, overwritten = copies + overwritten, []
 
-        for seq_id, row, more in growing:
-            self._grow(seq_id, row, more)
+        for row, more in growing:
+            self._grow(row, more)
         for group, row, place in overwritten:
             block = int(tables.blocks[group, row, place])
             self.prefix.forget([block])
@@ -163,7 +165,7 @@ class Growth:
                     self.swapper.note_write(block, offset)
         return block_copies
 
-    def _grow(self, seq_id: Hashable, row: int, count: int) -> None:
+    def _grow(self, row: int, count: int) -> None:
         """`count` more blocks in every group."""
         tables = self.tables
         start = int(tables.num_blocks[row])
@@ -172,7 +174,8 @@ class Growth:
             last = int(tables.blocks[group, row, start - 1]) if start > tables.first_block[group, row] else -1
             taken = self.pool.take(count, last)
             tables.blocks[group, row, start : start + count] = taken
-            self.recorder.held(seq_id, group, start, taken)
+            if self.recorder.subscribers:
+                self.recorder.held(tables.seq_ids[row], group, start, taken.tolist())
         tables.num_blocks[row] = start + count
 
     def plan_copies(self, rows: list[int]) -> tuple[Places, Places]:
@@ -204,14 +207,13 @@ class Growth:
             after = (
                 int(tables.blocks[group, row, place - 1]) if place > tables.first_block[group, row] else -1
             )
-            destination = self.pool.take(1, after)[0]
+            destination = self.pool.take_each([after])[0]
             tables.blocks[group, row, place] = destination
             if self.prefix is not None:
                 self.prefix.tokens[destination] = self.prefix.tokens[source]
             pairs.append((source, destination))
             if self.recorder.subscribers:
-                seq_id = next(seq_id for seq_id, other in tables.row_of.items() if other == row)
-                self.recorder.emit(Copied(seq_id, group, place, source, destination))
+                self.recorder.emit(Copied(tables.seq_ids[row], group, place, source, destination))
         for source, _ in pairs:  # only now: no destination may be a source of the same step
             self.pool.drop(np.array([source]))
         self.recorder.counters.copied += len(pairs)

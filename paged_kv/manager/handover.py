@@ -92,7 +92,7 @@ def take_sequence(manager: PagedKVCacheManager, seq_id: Hashable, state: Sequenc
         raise OutOfBlocksError(needed, pool.num_available)
 
     pool.hold(held)
-    fills = list(zip(missing, pool.take(len(missing)), strict=True))
+    fills = list(zip(missing, pool.take(len(missing)).tolist(), strict=True))
     blocks: list[list[int]] = [[] for _ in state.first_block]
     taken = dict(fills)
     for i, (group, _) in enumerate(entries):
@@ -150,7 +150,7 @@ def take_cache(manager: PagedKVCacheManager, cached: CachedBlocks) -> Fills:
         if prefix.index.get(group, digest) is None:
             wanted.append(i)
     wanted = wanted[max(0, len(wanted) - pool.num_free) :]
-    fills = list(zip(wanted, pool.take(len(wanted)), strict=True))
+    fills = list(zip(wanted, pool.take(len(wanted)).tolist(), strict=True))
     for i, block in fills:
         chain = TokenChain(cached.parents[i], manager.block_size, b"", ())
         chain.digests = [cached.digests[i]]

@@ -261,10 +261,10 @@ class PagedKVCacheManager:
         self.expire_pins()
         old = None if batch.unknown is None else tables.seq_len[rows]
         if batch.counts is None and not lookahead:
-            slots, block_copies = self._growth.one_each(seq_ids, rows)
+            slots, block_copies = self._growth.one_each(rows)
         else:
-            counts = np.ones_like(rows) if batch.counts is None else batch.counts
-            slots, block_copies = self._growth.many(seq_ids, rows, counts, lookahead)
+            counts = [1] * len(rows) if batch.counts is None else batch.counts.tolist()
+            slots, block_copies = self._growth.many(rows, counts, lookahead)
         if batch.unknown is not None:
             limit = np.where(batch.unknown & (tables.seq_len[rows] > old), old, UNLIMITED)
             tables.known_len[rows] = np.minimum(tables.known_len[rows], limit)

@@ -39,7 +39,7 @@ class BlockPool:
         self.num_evictable = 0
         self.num_shared = 0
         self.num_holdings = 0
-        self.on_evict: Callable[[list[int]], None] = lambda blocks: None
+        self.on_evict: Callable[[np.ndarray | list[int]], None] = lambda blocks: None
         # [num_blocks] each; an array and a numpy view of its memory, as single items are cheaper to reach
         # in the array.
         self.ref_count = array("i", bytes(4 * num_blocks))
@@ -51,6 +51,7 @@ class BlockPool:
         # How often a block was handed out, so that someone who remembers it can tell whether it is still the
         # same.
         self.generation = array("i", bytes(4 * num_blocks))
+        self.generations = np.frombuffer(self.generation, np.int32)
         # Extents. `whole` is a stack that pops ascending ids at first; `broken` is used oldest first.
         num_extents = -(-num_blocks // RUN)
         self._extent_size = array("i", [min(RUN, num_blocks - RUN * e) for e in range(num_extents)])
@@ -76,8 +77,22 @@ class BlockPool:
 
     # Handing out
 
-    def take(self, count: int, after: int = -1) -> list[int]:
-        """`count` blocks with one holder each: those after `after` if they are free, else runs, else evicted ones."""
+    def take(self, count: int, after: int = -1) -> np.ndarray:
+        """`count` blocks with one holder each, [count] int32: those after `after` if they are free, else runs, else
+        evicted ones."""
+        ids = self._take_free(count, after) if self.num_free else []
+        taken = np.array(ids, np.int32)
+        if len(ids) < count:
+            # Ends of chains come first in the queue, so a chain's ids fall; sorting turns them into runs.
+            evicted = np.sort(self._evict(count - len(ids)))
+            taken = np.concatenate([taken, evicted]) if ids else evicted
+        self.refs[taken] = 1
+        self.generations[taken] += 1
+        self.num_holdings += count
+        return taken
+
+    def _take_free(self, count: int, after: int) -> list[int]:
+        """Up to `count` free blocks, as `take` chooses them."""
         is_free, extent_free = self.is_free, self._extent_free
         block = after + 1
         ids: list[int] = []
@@ -106,37 +121,37 @@ class BlockPool:
                 self._broken.popleft()
                 self._in_broken[extent] = 0
         self.num_free -= len(ids)
-        if len(ids) < count:
-            # Ends of chains come first in the queue, so a chain's ids fall; sorting turns them into runs.
-            ids.extend(sorted(self._evict(count - len(ids))))
+        return ids
+
+    def take_each(self, after: list[int]) -> list[int]:
+        """One block after each of `after`, as `take(1, after)` gives it, quicker: what sequences grow by."""
+        is_free, extent_free, extent_size = self.is_free, self._extent_free, self._extent_size
+        ids: list[int] = []
+        for block in after:
+            block += 1
+            extent = block // RUN
+            if not self.num_free:
+                break
+            if (
+                block % RUN
+                and block < self.num_blocks
+                and is_free[block]
+                and extent_free[extent] < extent_size[extent]
+            ):
+                is_free[block] = 0
+                extent_free[extent] -= 1
+                self.num_free -= 1
+                ids.append(block)
+            else:
+                ids += self._take_free(1, -1)
+        if len(ids) < len(after):
+            ids += self._evict_few(len(after) - len(ids))
         ref_count, generation = self.ref_count, self.generation
         for block in ids:
             ref_count[block] = 1
             generation[block] += 1
-        self.num_holdings += count
+        self.num_holdings += len(ids)
         return ids
-
-    def take_one(self, after: int) -> int:
-        """`take(1, after)`, quicker: what a sequence needs when it grows."""
-        block = after + 1
-        extent = block // RUN
-        if not self.num_free:
-            block = self._evict_one()
-        elif (
-            block % RUN
-            and block < self.num_blocks
-            and self.is_free[block]
-            and self._extent_free[extent] < self._extent_size[extent]
-        ):
-            self.is_free[block] = 0
-            self._extent_free[extent] -= 1
-            self.num_free -= 1
-        else:
-            return self.take(1)[0]
-        self.ref_count[block] = 1
-        self.generation[block] += 1
-        self.num_holdings += 1
-        return block
 
     def hold(self, ids: np.ndarray) -> None:
         """One more holder for each of the distinct blocks `ids`, in use or evictable."""
@@ -206,8 +221,11 @@ class BlockPool:
         self._queue_view[: len(ids)] = ids
         self._places[ids] = np.arange(len(ids))
 
-    def _evict(self, count: int) -> list[int]:
-        """Takes `count` blocks from the front of the queue, where true entries may have stale ones between them."""
+    def _evict(self, count: int) -> np.ndarray:
+        """Takes `count` blocks from the front of the queue, where true entries may have stale ones between them.
+
+        Returns them in that order, [count] int32.
+        """
         parts, head, left = [], self._head, count
         while left:
             entries = self._queue_view[head : min(head + left + 16, self._tail)]
@@ -216,24 +234,26 @@ class BlockPool:
             left -= len(true)
             head += len(entries) if left else int(true[-1]) + 1
         self._head = head
-        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self._places[ids] = -1
+        evicted = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        self._places[evicted] = -1
         self.num_evictable -= count
-        evicted = ids.tolist()
         self.on_evict(evicted)
         return evicted
 
-    def _evict_one(self) -> int:
-        """`_evict(1)`, quicker."""
+    def _evict_few(self, count: int) -> list[int]:
+        """`_evict`, quicker for a handful."""
         queue, place, head = self._queue, self._place, self._head
-        while place[queue[head]] != head:
+        evicted: list[int] = []
+        while len(evicted) < count:
+            block = queue[head]
+            if place[block] == head:
+                place[block] = -1
+                evicted.append(block)
             head += 1
-        block = queue[head]
-        place[block] = -1
-        self._head = head + 1
-        self.num_evictable -= 1
-        self.on_evict([block])
-        return block
+        self._head = head
+        self.num_evictable -= count
+        self.on_evict(evicted)
+        return evicted
 
     def evictable(self) -> list[int]:
         """The evictable blocks, least recently used first."""

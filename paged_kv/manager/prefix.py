@@ -164,7 +164,9 @@ class PrefixCache:
 
     # Storing and forgetting
 
-    def store(self, chain: TokenChain, group: int, blocks: list[int], start: int) -> list[tuple[int, int]]:
+    def store(
+        self, chain: TokenChain, group: int, blocks: np.ndarray | list[int], start: int
+    ) -> list[tuple[int, int]]:
         """Publishes `blocks`, which hold the chain's places from `start` on, under their digests.
 
         Returns (place, block) of those whose content the cache holds already in another block.
@@ -176,22 +178,22 @@ class PrefixCache:
                 self._note_continuation(chain, place)
         if self.recorder.subscribers:
             for place in fresh:
-                block = blocks[place - start]
+                block = int(blocks[place - start])
                 tokens = tuple(self.tokens[block].tolist())
                 self.recorder.emit(Stored(group, block, chain.digests[place], chain.parent(place), tokens))
         return twins
 
-    def forget(self, blocks: list[int]) -> None:
+    def forget(self, blocks: np.ndarray | list[int]) -> None:
         """The content of these cached blocks is no longer found."""
         self.index.remove(blocks)
         self.recorder.counters.evicted += len(blocks)
         if self.continuations is not None:
-            for block in blocks:
+            for block in map(int, blocks):
                 digest = self.digest_of(block)
                 if all(self.index.get(group, digest) is None for group in range(len(self.windows))):
                     self._forget_continuation(self.parents[block].tobytes(), digest)
         if self.recorder.subscribers:
-            for block in blocks:
+            for block in map(int, blocks):
                 self.recorder.emit(Evicted(int(self.groups[block]), block, self.digest_of(block)))
 
     def digest_of(self, block: int) -> bytes:

@@ -38,29 +38,24 @@ class Publisher:
             return
         self.pending = False
         tables = self.tables
-        seq_ids = list(tables.row_of)
-        rows = np.array(list(tables.row_of.values()), np.int64)
-        full = np.minimum(tables.computed_len[rows], tables.known_len[rows]) // self.tables.block_size
-        for i in (full > tables.num_named[rows]).nonzero()[0].tolist():
-            self._publish_row(seq_ids[i], int(rows[i]), int(full[i]))
+        full = np.minimum(tables.computed_len, tables.known_len) // tables.block_size
+        rows = (full > tables.num_named).nonzero()[0]
+        for row in rows[tables.opened[rows].argsort()].tolist():
+            self._publish_row(row, int(full[row]))
 
-    def _publish_row(self, seq_id: Hashable, row: int, stop: int) -> None:
+    def _publish_row(self, row: int, stop: int) -> None:
         tables, prefix, chain = self.tables, self.prefix, self.tables.chains[row]
         start = int(tables.num_named[row])
-        blocks = tables.blocks[:, row, start:stop].tolist()
-        first, last = blocks[0][0], blocks[0][-1]
-        if last - first == stop - start - 1 and blocks[0] == list(range(first, last + 1)):
-            tokens = prefix.tokens[first : last + 1]  # neighbours are read as they lie
-        else:
-            tokens = prefix.tokens[blocks[0]]
+        blocks = tables.blocks[:, row, start:stop]
+        tokens = prefix.tokens.take(blocks[0], axis=0)
         chain.name(tokens.tobytes(), start, stop - start)
         for group, group_blocks in enumerate(blocks):
             twins = prefix.store(chain, group, group_blocks, start)
             if twins:
-                self._merge(seq_id, row, group, twins)
+                self._merge(row, group, twins)
         tables.num_named[row] = stop
 
-    def _merge(self, seq_id: Hashable, row: int, group: int, twins: list[tuple[int, int]]) -> None:
+    def _merge(self, row: int, group: int, twins: list[tuple[int, int]]) -> None:
         """Lets the row's table name the blocks that hold the same content already: (place, block)."""
         places = [place for place, _ in twins]
         known = [block for _, block in twins]
@@ -68,7 +63,7 @@ class Publisher:
         self.pool.drop(self.tables.blocks[group, row, places])
         for place, block in twins:
             self.tables.blocks[group, row, place] = block
-            self.recorder.held(seq_id, group, place, [block])
+            self.recorder.held(self.tables.seq_ids[row], group, place, [block])
 
     def slide(self, seq_ids: Sequence[Hashable], rows: np.ndarray, group: int, window: int) -> None:
         """Lets go of the blocks that no token after the computed ones sees through the window."""

@@ -61,7 +61,7 @@ class Swapper:
 
         # One hold for the call while the entries are counted, as `take` gives one too.
         host.hold(np.array([twin for twin in host_of.values() if twin is not None], np.int64))
-        taken = host.take(len(missing))
+        taken = host.take(len(missing)).tolist()
         for block, twin in zip(missing, taken, strict=True):
             host_of[block] = twin
             self._join(block, twin)
@@ -106,7 +106,7 @@ class Swapper:
             raise OutOfBlocksError(needed, pool.num_available)
 
         pool.hold(held)
-        taken = pool.take(len(fresh))
+        taken = pool.take(len(fresh)).tolist()
         pairs = list(zip(fresh.values(), taken, strict=True))
         if self.prefix is not None:
             self.prefix.tokens[taken] = self.tokens[list(fresh.values())]

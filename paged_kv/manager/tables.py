@@ -59,6 +59,8 @@ class SequenceTables:
         self.block_size = block_size
         self._offsets = np.arange(block_size)
         self.row_of: dict[Hashable, int] = {}
+        self.seq_ids: list[Hashable] = []  # by row
+        self._num_opened = 0
         self._last_seq_ids: list[Hashable] | None = None  # a step asks for one batch's rows several times
         self._last_rows = np.zeros(0, np.int64)
         self.away: dict[Hashable, SavedRow] = {}
@@ -76,6 +78,7 @@ class SequenceTables:
             0, np.int64
         )  # tokens before the first without an id, UNLIMITED if all have one
         self.num_named = np.zeros(0, np.int64)  # full blocks that the prefix cache was told of
+        self.opened = np.zeros(0, np.int64)  # rises with every sequence: tells which came first
         self.room = np.zeros(0, np.int64)
         self.next_slot = np.zeros((num_groups, 0), np.int64)  # [groups, rows]
 
@@ -91,7 +94,10 @@ class SequenceTables:
             self._add_rows()
         row = self._free_rows.pop()
         self.row_of[seq_id] = row
+        self.seq_ids[row] = seq_id
         self.chains[row] = chain
+        self.opened[row] = self._num_opened
+        self._num_opened += 1
         self.first_block[:, row] = 0
         for field in (self.num_blocks, self.seq_len, self.computed_len, self.num_named, self.room):
             field[row] = 0
@@ -100,6 +106,8 @@ class SequenceTables:
 
     def close(self, seq_id: Hashable) -> None:
         row = self.row_of.pop(seq_id)
+        self.seq_ids[row] = None
+        self.computed_len[row] = 0  # nothing to publish
         del self.chains[row]
         self._free_rows.append(row)
         self._last_seq_ids = None
@@ -215,6 +223,8 @@ class SequenceTables:
         self.computed_len = grown(self.computed_len)
         self.known_len = grown(self.known_len)
         self.num_named = grown(self.num_named)
+        self.opened = grown(self.opened)
+        self.seq_ids.extend([None] * (new - old))
         self.room = grown(self.room)
         self._free_rows.extend(range(new - 1, old - 1, -1))
 
@@ -229,6 +239,11 @@ class SequenceTables:
             "each row has one user or is free",
         )
         expect(set(rows) == set(self.chains), "each row in use has a chain")
+        expect({self.seq_ids[row]: row for row in rows} == self.row_of, "a row knows its sequence")
+        expect(not self.computed_len[self._free_rows].any(), "a free row has nothing to publish")
+        expect(
+            sorted(rows, key=self.opened.__getitem__) == rows, "sequences are in the order of their coming"
+        )
         expect(not self.row_of.keys() & self.away.keys(), "a sequence is on the device or on the host")
         for row in rows:
             num_blocks, seq_len, num_named = self.num_blocks[row], self.seq_len[row], self.num_named[row]
