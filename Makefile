@@ -74,7 +74,7 @@ lint: $(VENV)/lint-tools
 build: $(VENV)/built
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info paged_kv/_C*.so paged_kv/_prefix*.so paged_kv/_build.json
+	rm -rf $(VENV) build dist *.egg-info paged_kv/_C*.so paged_kv/_manager*.so paged_kv/_build.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/pip:

@@ -34,7 +34,7 @@ class CMakeBuild(build_ext):
     def get_outputs(self) -> list[str]:
         package = Path(self.build_lib) / "paged_kv"
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        return [str(package / name) for name in (f"_C{suffix}", f"_prefix{suffix}", "_build.json")]
+        return [str(package / name) for name in (f"_C{suffix}", f"_manager{suffix}", "_build.json")]
 
 
 def forget_other_arguments(build: Path, arguments: str) -> None:
@@ -99,6 +99,6 @@ def available_memory() -> int:
 if not {"egg_info", "sdist"} & set(sys.argv):  # these two need no torch; all others say so before any work
     require_torch()
 setup(
-    ext_modules=[Extension("paged_kv._C", sources=[]), Extension("paged_kv._prefix", sources=[])],
+    ext_modules=[Extension("paged_kv._C", sources=[]), Extension("paged_kv._manager", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

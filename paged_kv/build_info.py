@@ -28,7 +28,7 @@ def load_native(package: Path = _PACKAGE) -> tuple[ModuleType, dict]:
     else:
         mend = "run `pip install --no-build-isolation --no-deps --force-reinstall .` in its source folder"
     facts_file = package / "_build.json"
-    parts = [facts_file, *(package / f"{name}{EXTENSION_SUFFIXES[0]}" for name in ("_C", "_prefix"))]
+    parts = [facts_file, *(package / f"{name}{EXTENSION_SUFFIXES[0]}" for name in ("_C", "_manager"))]
     if not all(part.exists() for part in parts):
         raise ImportError(f"paged_kv._C is not built for Python {platform.python_version()}; {mend}")
     facts, running = json.loads(facts_file.read_text()), str(torch.__version__)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from .._prefix import hash_blocks
+from .._manager import hash_blocks
 from .arguments import instance, integer, is_listing
 
 BYTES_PER_TOKEN = 4

@@ -54,57 +54,45 @@ class Growth:
         Rows that have room share a few array operations; only those at the end of what is known to be theirs
         ask.
         """
-        tables = self.tables
-        room = tables.room[rows]
-        asking = rows[room == 0]
-        block_copies = []
-        if len(asking):
-            block_copies = self._find_room(asking)
-            room = tables.room[rows]
-        tables.room[rows] = room - 1
-        tables.seq_len[rows] += 1
-        slots = tables.next_slot.take(rows, axis=1)
-        tables.next_slot[:, rows] = slots + 1
-        return slots, block_copies
+        slots = self.tables.arrays.advance(rows)
+        if slots is not None:
+            return slots, []
+        block_copies = self._find_room(rows)
+        return self.tables.arrays.advance(rows), block_copies
 
     def _find_room(self, rows: np.ndarray) -> Copies:
-        """Notes where the next token of each row goes and how many fit there, after making room for it."""
+        """Notes where the next token of each row that asks goes and how many fit there, after making room for it."""
         tables, size = self.tables, self.tables.block_size
-        listed = rows.tolist()
-        seq_lens, num_blocks = tables.seq_len[rows].tolist(), tables.num_blocks[rows].tolist()
-        if all(seq_len == held * size for seq_len, held in zip(seq_lens, num_blocks, strict=True)):
-            self._add_one_each(rows, listed, num_blocks)
+        asking, all_full, last = tables.arrays.asking(rows, size)
+        if all_full:  # the usual case
+            self._add_one_each(asking, last)
             return []
+        listed = asking.tolist()
         block_copies = self._make_room(listed, [1] * len(listed), 0)
-        for row, seq_len in zip(listed, seq_lens, strict=True):
-            place, offset = divmod(seq_len, size)
+        for row in listed:
+            place, offset = divmod(int(tables.seq_len[row]), size)
             tables.room[row] = size - offset
             for group, blocks in enumerate(tables.blocks):
                 tables.next_slot[group, row] = int(blocks[row, place]) * size + offset
         return block_copies
 
-    def _add_one_each(self, rows: np.ndarray, listed: list[int], num_blocks: list[int]) -> None:
-        """The usual case: the rows' blocks are full, and each gets a new one."""
-        tables, pool, size = self.tables, self.pool, self.tables.block_size
-        needed = len(listed) * len(tables.blocks)
+    def _add_one_each(self, rows: np.ndarray, last: list[list[int]]) -> None:
+        """One more block for each of the rows, whose last ones in each group are full."""
+        tables, pool = self.tables, self.pool
+        needed = len(rows) * len(last)
         if needed > pool.num_available:
             self.publish()
         if needed > pool.num_available:
             raise OutOfBlocksError(needed, pool.num_available)
-        tables.reserve_width(max(num_blocks) + 1)
-        blocks, next_slot = memoryview(tables.blocks), memoryview(tables.next_slot)  # quicker item by item
-        for group in range(len(tables.blocks)):
-            last = [
-                blocks[group, row, held - 1] if held else -1
-                for row, held in zip(listed, num_blocks, strict=True)
-            ]
-            for row, place, block in zip(listed, num_blocks, pool.take_each(last), strict=True):
-                blocks[group, row, place] = block
-                next_slot[group, row] = block * size
-                if self.recorder.subscribers:
+        width = int(tables.num_blocks[rows].max()) + 1
+        tables.reserve_width(width)
+        taken = [pool.take_each(blocks) for blocks in last]
+        if self.recorder.subscribers:
+            for group, blocks in enumerate(taken):
+                for row, block in zip(rows.tolist(), blocks, strict=True):
+                    place = int(tables.num_blocks[row])
                     self.recorder.held(tables.seq_ids[row], group, place, [block])
-        tables.num_blocks[rows] += 1
-        tables.room[rows] = size
+        tables.arrays.add_blocks(rows, taken, tables.block_size)
 
     def many(self, rows: np.ndarray, counts: list[int], lookahead: int) -> tuple[np.ndarray, Copies]:
         """Slots of `counts` more tokens for each row, [groups, sum(counts)], and block copies: prefill, drafts."""

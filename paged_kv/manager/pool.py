@@ -27,6 +27,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .._manager import PoolArrays
+
 RUN = 16  # blocks an extent: long enough to join copies and reads, short enough to leave little room unused
 
 
@@ -39,7 +41,7 @@ class BlockPool:
         self.num_evictable = 0
         self.num_shared = 0
         self.num_holdings = 0
-        self.on_evict: Callable[[np.ndarray | list[int]], None] = lambda blocks: None
+        self.on_evict: Callable[[np.ndarray], None] = lambda blocks: None
         # [num_blocks] each; an array and a numpy view of its memory, as single items are cheaper to reach
         # in the array.
         self.ref_count = array("i", bytes(4 * num_blocks))
@@ -66,6 +68,8 @@ class BlockPool:
         self._head = self._tail = 0
         self._place = array("q", [-1]) * num_blocks
         self._places = np.frombuffer(self._place, np.int64)
+        cached = np.frombuffer(self.is_cached, np.uint8)
+        self._arrays = PoolArrays(self.refs, cached, self._queue_view, self._places)
 
     @property
     def num_available(self) -> int:
@@ -145,7 +149,7 @@ class BlockPool:
             else:
                 ids += self._take_free(1, -1)
         if len(ids) < len(after):
-            ids += self._evict_few(len(after) - len(ids))
+            ids += self._evict(len(after) - len(ids)).tolist()
         ref_count, generation = self.ref_count, self.generation
         for block in ids:
             ref_count[block] = 1
@@ -168,15 +172,14 @@ class BlockPool:
     def drop(self, ids: np.ndarray) -> None:
         """One holder less for each of the distinct blocks `ids`; what nobody holds is evictable or free, in
         this order."""
-        refs = self.refs[ids] - 1
-        self.refs[ids] = refs
-        self.num_shared -= int(np.count_nonzero(refs == 1))
+        if self._tail + len(ids) > len(self._queue):
+            self._compact()
+        num_shared_less, tail, freed = self._arrays.drop(ids, self._tail)
+        self.num_shared -= num_shared_less
         self.num_holdings -= len(ids)
-        unheld = ids[refs == 0]
-        if len(unheld):
-            cached = self.cached[unheld]
-            self._enqueue(unheld[cached])
-            self._give_back(unheld[~cached].tolist())
+        self.num_evictable += tail - self._tail
+        self._tail = tail
+        self._give_back(freed)
 
     def uncache(self, block: int) -> None:
         """The prefix cache no longer finds `block`, which it did: if nobody holds it, it is free."""
@@ -205,15 +208,6 @@ class BlockPool:
 
     # The queue of evictable blocks
 
-    def _enqueue(self, ids: np.ndarray) -> None:
-        if self._tail + len(ids) > len(self._queue):
-            self._compact()
-        places = np.arange(self._tail, self._tail + len(ids))
-        self._queue_view[places] = ids
-        self._places[ids] = places
-        self._tail += len(ids)
-        self.num_evictable += len(ids)
-
     def _compact(self) -> None:
         """Moves the true entries to the front. Frees at least half the queue, so each entry pays for O(1) of it."""
         ids = np.array(self.evictable(), np.int64)
@@ -222,35 +216,8 @@ class BlockPool:
         self._places[ids] = np.arange(len(ids))
 
     def _evict(self, count: int) -> np.ndarray:
-        """Takes `count` blocks from the front of the queue, where true entries may have stale ones between them.
-
-        Returns them in that order, [count] int32.
-        """
-        parts, head, left = [], self._head, count
-        while left:
-            entries = self._queue_view[head : min(head + left + 16, self._tail)]
-            true = (self._places[entries] == np.arange(head, head + len(entries))).nonzero()[0][:left]
-            parts.append(entries[true])
-            left -= len(true)
-            head += len(entries) if left else int(true[-1]) + 1
-        self._head = head
-        evicted = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self._places[evicted] = -1
-        self.num_evictable -= count
-        self.on_evict(evicted)
-        return evicted
-
-    def _evict_few(self, count: int) -> list[int]:
-        """`_evict`, quicker for a handful."""
-        queue, place, head = self._queue, self._place, self._head
-        evicted: list[int] = []
-        while len(evicted) < count:
-            block = queue[head]
-            if place[block] == head:
-                place[block] = -1
-                evicted.append(block)
-            head += 1
-        self._head = head
+        """Takes the `count` least recently used ones, in that order: [count] int32."""
+        evicted, self._head = self._arrays.take_oldest(self._head, count)
         self.num_evictable -= count
         self.on_evict(evicted)
         return evicted

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .._prefix import BlockIndex
+from .._manager import BlockIndex
 from .chain import TokenChain
 from .events import Evicted, Recorder, Stored
 from .pool import BlockPool, expect

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .._manager import RowArrays
 from ..errors import DuplicateSequenceError, SwappedSequenceError, UnknownSequenceError, UsageError
 from .arguments import is_listing
 from .chain import TokenChain
@@ -81,6 +82,7 @@ class SequenceTables:
         self.opened = np.zeros(0, np.int64)  # rises with every sequence: tells which came first
         self.room = np.zeros(0, np.int64)
         self.next_slot = np.zeros((num_groups, 0), np.int64)  # [groups, rows]
+        self._bind()
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -188,9 +190,7 @@ class SequenceTables:
 
     def slots(self, group: int, row: int, start: int, stop: int) -> np.ndarray:
         """Slots of the row's positions `start` to `stop` in the group, [stop - start] int64."""
-        first = start // self.block_size
-        slots = self.slots_of(self.blocks[group, row, first : self.blocks_for(stop)])
-        return slots[start - first * self.block_size : stop - first * self.block_size]
+        return self.arrays.slots(group, row, start, stop, self.block_size)
 
     def slots_of(self, blocks: np.ndarray) -> np.ndarray:
         """All slots of the blocks, [len(blocks) * block_size] int64; in place, as large temporaries cost more."""
@@ -205,6 +205,11 @@ class SequenceTables:
             wider = np.zeros((groups, rows, max(width, 2 * old)), np.int32)
             wider[:, :, :old] = self.blocks
             self.blocks = wider
+            self._bind()
+
+    def _bind(self) -> None:
+        """The loops of csrc/manager are to work on the arrays as they are now."""
+        self.arrays = RowArrays(self.room, self.seq_len, self.num_blocks, self.next_slot, self.blocks)
 
     def _add_rows(self) -> None:
         old = self.blocks.shape[1]
@@ -226,6 +231,7 @@ class SequenceTables:
         self.opened = grown(self.opened)
         self.seq_ids.extend([None] * (new - old))
         self.room = grown(self.room)
+        self._bind()
         self._free_rows.extend(range(new - 1, old - 1, -1))
 
     # Proof

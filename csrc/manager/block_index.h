@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "prefix/sha256.h"
+#include "manager/sha256.h"
 
-namespace paged_kv::prefix {
+namespace paged_kv::manager {
 
 // Open addressing with linear probing. A slot holds a tag, which tells where its entry would like to be, above block +
 // 1, or 0 where it is empty; what the entry is found by stands with the block. Entries are taken out by moving those
@@ -79,4 +79,4 @@ struct BlockIndex {
   }
 };
 
-}  // namespace paged_kv::prefix
+}  // namespace paged_kv::manager

@@ -1,4 +1,4 @@
-#include "prefix/sha256.h"
+#include "manager/sha256.h"
 
 #include <bit>
 #include <cstring>
@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-namespace paged_kv::prefix {
+namespace paged_kv::manager {
 namespace {
 
 constexpr size_t CHUNK = 64;  // bytes that one compression takes in
@@ -134,4 +134,4 @@ void hash_chain(const uint8_t* parent, const uint8_t* blocks, size_t block_bytes
   }
 }
 
-}  // namespace paged_kv::prefix
+}  // namespace paged_kv::manager

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace paged_kv::prefix {
+namespace paged_kv::manager {
 
 constexpr size_t DIGEST_BYTES = 32;
 
@@ -16,4 +16,4 @@ void hash_chain(const uint8_t* parent, const uint8_t* blocks, size_t block_bytes
 // Whether this processor has them.
 bool has_sha_instructions();
 
-}  // namespace paged_kv::prefix
+}  // namespace paged_kv::manager

@@ -1,4 +1,4 @@
-"""The native part of the prefix cache: chains of SHA-256 digests, and the index from digests to blocks."""
+"""The native part of the block manager, apart: digests and their index; the walks test the loops."""
 
 from hashlib import sha256
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_kv._prefix import BlockIndex, hash_blocks
+from paged_kv._manager import BlockIndex, hash_blocks
 
 NUM_BLOCKS = 12
 
@@ -106,9 +106,9 @@ def test_what_does_not_fit_together_is_refused():
     with pytest.raises(ValueError, match="slots: expected a power of two above the number of blocks, got 8"):
         Arrays(num_slots=8)
     arrays = Arrays()
-    with pytest.raises(ValueError, match=f"blocks: no block {NUM_BLOCKS}"):
+    with pytest.raises(ValueError, match=f"blocks: expected 0 to {NUM_BLOCKS - 1}, got {NUM_BLOCKS}"):
         arrays.index.remove(np.array([NUM_BLOCKS], np.int32))
-    with pytest.raises(ValueError, match="blocks: no block -1"):
+    with pytest.raises(ValueError, match="blocks: expected 0 to 11, got -1"):
         arrays.index.store(0, bytes(32), [bytes(32)], 0, np.array([-1], np.int32))
     with pytest.raises(ValueError, match="digests: expected one for each block"):
         arrays.index.store(0, bytes(32), [bytes(32)], 0, np.array([1, 2], np.int32))
