@@ -20,6 +20,7 @@ from matplotlib import pyplot  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.colors import ListedColormap  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 KINDS = {  # from the bottom of the stack upwards: (legend, colour)
     "tokens": ("tokens of running sequences", "#2b6cb0"),
@@ -46,9 +47,8 @@ def draw(path: Path, options: Options, runs: list[Run]) -> None:
     """Saves the picture of `runs`, the first of which is the paged one and has a map of the pool."""
     figure = pyplot.figure(figsize=(16, 10.5), layout="constrained")
     grid = figure.add_gridspec(2, len(runs), height_ratios=(1, 1.25))
-    figure.suptitle(
-        f"{options.name}: {options.num_blocks:,} blocks of {options.block_size} slots", fontsize=15
-    )
+    title = f"{options.name}: {options.num_blocks:,} blocks of {options.block_size} slots"
+    figure.suptitle(title, x=0.01, y=0.985, ha="left", fontsize=15)
     first = None
     for place, run in enumerate(runs):
         axes = figure.add_subplot(grid[0, place], sharey=first)
@@ -85,7 +85,9 @@ def _draw_use(axes: Axes, run: Run, options: Options) -> None:
         fontsize=11,
     )
     axes.set_xlabel("step")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f}k")
+    thousands = total >= 20_000
+    axes.yaxis.set_major_formatter(lambda v, _: f"{v / 1000:,.0f}k" if thousands else f"{v:,.0f}")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
