@@ -13,14 +13,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext, redirect_stderr
+from contextlib import closing, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import NoReturn, TextIO
 
 import torch
 
 from .build_info import build_info
-from .engine import LLM, RequestOutput, SamplingParams
+from .engine import LLM, RequestOutput, SamplingParams, StepTrace
 from .engine.loading import default_model
 from .errors import UnsupportedModelError
 from .replay.command import add_arguments as add_replay_arguments
@@ -113,6 +113,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="most prompts computed at once (default: 64)",
     )
+    add("--stats", action="store_true", help="print latencies, cache hits and preemptions at the end")
+    add("--trace", type=Path, metavar="FILE", help="write a Chrome trace of the steps, for ui.perfetto.dev")
 
     replay = commands.add_parser(
         "replay",
@@ -139,22 +141,30 @@ def _replay(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     prompts = _read_prompts(args)
     params = _sampling_params(args)
-    with _open_output(args.output) as output:
+    with _open_output(args.output) as output, _open_output(args.trace) as trace:
         llm = _load(args)
+        llm.engine.trace = StepTrace() if trace else None
         chat = bool(llm.tokenizer.chat_template) and not args.raw
         ids = [llm.encode(prompt, chat=chat) for prompt in prompts]
         started = time.perf_counter()
-        outputs = llm.stream(ids, params)
-        if output is None and len(prompts) <= FEW:
-            finished = _show(outputs, prompts)
-        else:
-            finished = _collect(outputs, prompts, output)
+        try:
+            # Closed, so that nothing goes on when an answer cannot be written.
+            with closing(llm.stream(ids, params)) as outputs:
+                if output is None and len(prompts) <= FEW:
+                    finished = _show(outputs, prompts)
+                else:
+                    finished = _collect(outputs, prompts, output)
+        finally:
+            if trace:
+                llm.engine.trace.write(trace)
         seconds = time.perf_counter() - started
     refused = [answer for answer in finished if answer.error]
     for answer in refused:
         print(f"paged-kv: prompt {answer.index + 1}: {answer.error}", file=sys.stderr)
     if len(refused) < len(finished):
         _print_summary(llm, finished, seconds)
+    if args.stats:
+        print(llm.metrics, file=sys.stderr)
     return 2 if refused else 0
 
 

@@ -138,6 +138,15 @@ def test_a_seed_repeats_and_sampling_options_reach_the_sampler(folder, capsys):
     assert capsys.readouterr().out == own_text(folder, "hello") + "\n"
 
 
+def test_stats_and_a_trace_are_told_when_asked_for(folder, tmp_path, capsys):
+    trace = tmp_path / "trace.json"
+    assert run(folder, "hello", "hello you", "--stats", "--trace", str(trace)) == 0
+    told = capsys.readouterr().err
+    assert re.search(r"^time to first token: .* ms median, .* ms p99; of that in line: ", told, re.MULTILINE)
+    assert re.search(r"^sequences: 0 running, 0 requests waiting, finished: 2 length;", told, re.MULTILINE)
+    assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} == {"X", "C"}
+
+
 def test_weights_can_be_loaded_in_another_dtype(folder, monkeypatch, capsys):
     dtypes = []
     monkeypatch.setattr(

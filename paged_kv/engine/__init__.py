@@ -12,6 +12,7 @@ sampling_params.py, detokenizer.py, loading.py   what these need
 metrics.py, tracing.py   what was done, in figures and as a picture
 """
 
+from .async_engine import AsyncEngine
 from .engine import Engine
 from .llm import LLM, Completion, RequestOutput
 from .metrics import CacheUse, EngineMetrics
@@ -21,6 +22,7 @@ from .tracing import StepTrace
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CacheUse",
     "Completion",
     "Engine",

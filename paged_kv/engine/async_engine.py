@@ -1,0 +1,152 @@
+"""The engine for asyncio: requests come and go while a thread of its own computes the steps.
+
+The engine itself is not for several threads. Whatever is asked of it, adding a request or aborting one, waits in line
+and is done between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from .llm import LLM, RequestOutput, Teller
+from .sampling_params import SamplingParams
+
+__all__ = ["AsyncEngine"]
+
+
+class _Ticket:
+    """One request, as the coroutine that waits for it and the engine see it."""
+
+    def __init__(self) -> None:
+        self.outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self.teller: Teller | None = None  # once the request was added
+        self.cancelled = False
+
+
+class AsyncEngine:
+    """Args:
+        llm: answers the prompts; nobody else may use it meanwhile.
+
+    Example:
+        async with AsyncEngine(llm) as engine:
+            async for output in engine.stream("Once upon a time"):
+                print(output.new_text, end="")
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._thread = ThreadPoolExecutor(1, "paged_kv")
+        self._calls: list[Callable[[], None]] = []
+        self._tickets: set[_Ticket] = set()
+        self._driver: asyncio.Task | None = None
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Aborts what runs and ends the thread."""
+        for ticket in list(self._tickets):
+            self._drop(ticket)
+            ticket.outputs.put_nowait(RuntimeError("the engine was closed"))
+        if self._driver is not None:
+            await self._driver
+        self._thread.shutdown()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+    ) -> RequestOutput:
+        """The final output of one prompt. Cancelling the coroutine aborts the request."""
+        outputs = [output async for output in self.stream(prompt, params, priority=priority, salt=salt)]
+        return outputs[-1]
+
+    async def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields an output for each step that brings the prompt on.
+
+        Cancelling who waits here, or closing the iterator, aborts the request; its blocks are free after the step
+        that runs. A step that fails raises here, for every request.
+        """
+        ids = self.llm.encode(prompt) if isinstance(prompt, str) else prompt
+        ticket = _Ticket()
+
+        def add() -> None:
+            if not ticket.cancelled:
+                request = self.llm.engine.add_request(ids, params, priority=priority, salt=salt)
+                ticket.teller = Teller(request)
+
+        self._tickets.add(ticket)
+        self._call(lambda: self._try(ticket, add))
+        try:
+            while True:
+                output = await ticket.outputs.get()
+                if isinstance(output, Exception):
+                    raise output
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._drop(ticket)
+
+    def _drop(self, ticket: _Ticket) -> None:
+        ticket.cancelled = True
+        self._tickets.discard(ticket)
+
+        def abort() -> None:
+            if ticket.teller is not None:
+                self.llm.engine.abort(ticket.teller.request)
+
+        self._call(abort)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Has it called between two steps, soon."""
+        self._calls.append(function)
+        if self._driver is None:
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+
+    @staticmethod
+    def _try(ticket: _Ticket, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except Exception as error:
+            ticket.outputs.put_nowait(error)
+
+    async def _drive(self) -> None:
+        """Computes steps for as long as there is work."""
+        engine, loop = self.llm.engine, asyncio.get_running_loop()
+        try:
+            while self._calls or engine.has_work:
+                while self._calls:
+                    self._calls.pop(0)()
+                self._tell()
+                if not engine.has_work:
+                    continue
+                try:
+                    await loop.run_in_executor(self._thread, engine.step)
+                except Exception as error:
+                    for ticket in list(self._tickets):
+                        self._drop(ticket)
+                        ticket.outputs.put_nowait(error)
+                self._tell()
+        finally:
+            self._driver = None
+
+    def _tell(self) -> None:
+        for ticket in self._tickets:
+            if ticket.teller is not None and ticket.teller.has_news:
+                ticket.outputs.put_nowait(ticket.teller.output())

@@ -1,0 +1,226 @@
+"""Faults put into the engine: what they do not concern finishes with the right tokens, and the pool stays whole."""
+
+import signal
+import threading
+
+import pytest
+import torch
+from test_engine import assert_whole, new_llm
+from tiny_models import own_answers, random_prompts, tiny_model
+
+from paged_kv.engine import FinishReason, SamplingParams
+from paged_kv.errors import OutOfBlocksError, OutOfHostBlocksError, OutOfRoomError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PARAMS = [
+    SamplingParams(max_tokens=8),
+    SamplingParams(max_tokens=8, draft_tokens=2),
+    SamplingParams(max_tokens=8, n=3, temperature=1.0, seed=1),
+    SamplingParams(max_tokens=8, beam_width=2),
+    SamplingParams(max_tokens=8),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return random_prompts([9, 12, 6, 5, 20])
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts):
+    answers = answers_of(add_all(new_llm(model), prompts, run=True))
+    assert answers[0][0] == own_answers(model, prompts[:1], 8)[0]
+    return answers
+
+
+def add_all(llm, prompts, run=False):
+    requests = [llm.engine.add_request(*each) for each in zip(prompts, PARAMS, strict=True)]
+    while run and llm.engine.has_work:
+        llm.engine.step()
+    return requests
+
+
+def answers_of(requests):
+    return [[sequence.new_token_ids for sequence in request.completions] for request in requests]
+
+
+def failing(function, step, error, before):
+    """`function`, but its call number `step` raises, before or after it has done its work."""
+    calls = iter(range(1 << 30))
+
+    def call(*args, **kwargs):
+        fails = next(calls) == step
+        if fails and before:
+            raise error
+        result = function(*args, **kwargs)
+        if fails:
+            raise error
+        return result
+
+    return call
+
+
+def run_through(engine, kind):
+    """Steps until all is done; returns how often a step raised an error of that kind."""
+    num_raised = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except kind:
+            num_raised += 1
+            engine.manager.check()
+            assert engine.manager.stats().num_used_blocks == 0
+    return num_raised
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 30])
+@pytest.mark.parametrize("step", range(0, 24))
+def test_blocks_run_out_at_any_step(model, prompts, expected, step, num_host_blocks, monkeypatch):
+    llm = new_llm(model, num_blocks=40, num_host_blocks=num_host_blocks)
+    manager = llm.engine.manager
+    append = failing(manager.append, step, OutOfBlocksError(1, 0), before=True)
+    monkeypatch.setattr(manager, "append", append)
+    requests = add_all(llm, prompts)
+    assert run_through(llm.engine, OutOfBlocksError) <= 1
+    assert answers_of(requests) == expected
+    assert_whole(llm)
+
+
+@pytest.mark.parametrize("method", ["swap_out", "swap_in"])
+@pytest.mark.parametrize("step", range(3))
+def test_there_is_no_room_to_swap(model, prompts, expected, method, step, monkeypatch):
+    llm = new_llm(model, num_blocks=18, num_host_blocks=30)
+    manager = llm.engine.manager
+    error = OutOfHostBlocksError(1, 0) if method == "swap_out" else OutOfBlocksError(1, 0)
+    monkeypatch.setattr(manager, method, failing(getattr(manager, method), step, error, before=True))
+    requests = add_all(llm, prompts)
+    run_through(llm.engine, OutOfRoomError)
+    assert llm.engine.num_preemptions > 0
+    assert answers_of(requests) == expected
+    assert_whole(llm)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_blocks": 18}, {"num_blocks": 18, "num_host_blocks": 9}], ids=str
+)
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("step", [0, 1, 2, 5, 9])
+def test_the_model_raises_at_any_step(model, prompts, expected, step, before, settings, monkeypatch):
+    llm = new_llm(model, **settings)
+    forward = failing(llm.model.forward, step, RuntimeError("injected"), before)
+    monkeypatch.setattr(llm.model, "forward", forward)
+    requests = add_all(llm, prompts)
+    assert run_through(llm.engine, RuntimeError) == 1
+    assert answers_of(requests) == expected
+    assert_whole(llm)
+
+
+@pytest.mark.parametrize("step", range(0, 12, 2))
+def test_what_is_not_a_number_ends_its_own_request_only(model, prompts, expected, step, monkeypatch):
+    llm = new_llm(model)
+    forward, steps = llm.model.forward, iter(range(1 << 30))
+
+    def poison(*args):
+        logits = forward(*args).clone()
+        if next(steps) == step and len(logits):
+            logits[0, 7] = torch.nan
+        return logits
+
+    monkeypatch.setattr(llm.model, "forward", poison)
+    requests = add_all(llm, prompts, run=True)
+    broken = [request.finish_reason is FinishReason.ERROR for request in requests]
+    assert sum(broken) <= 1
+    for request, failed, answer in zip(requests, broken, expected, strict=True):
+        if failed:
+            assert "not finite" in request.error
+        else:
+            assert answers_of([request]) == [answer]
+    assert_whole(llm)
+    assert answers_of(add_all(llm, prompts, run=True)) == expected
+    assert llm.metrics.finished["error"] > 0
+
+
+def test_a_prompt_aborted_half_way_leaves_nothing(model, prompts, expected):
+    llm = new_llm(model, max_batch_tokens=8)
+    requests = add_all(llm, prompts)
+    long = requests[4]
+    while not 0 < long.sequences[0].num_computed < 20:
+        llm.engine.step()
+    llm.engine.abort(long)
+    assert long.sequences[0].seq_id not in llm.engine.manager
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert answers_of(requests[:4]) == expected[:4]
+    assert (long.finish_reason, long.num_new_tokens) == (FinishReason.ABORTED, 0)
+    assert_whole(llm)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 18, "num_host_blocks": 30}], ids=str)
+@pytest.mark.parametrize("step", range(0, 14, 2))
+def test_requests_aborted_at_any_step_disturb_nobody(model, prompts, expected, step, settings):
+    for aborted in range(len(prompts)):
+        llm = new_llm(model, **settings)
+        requests = add_all(llm, prompts)
+        for _ in range(step):
+            llm.engine.step()
+        was_finished = requests[aborted].finished
+        llm.engine.abort(requests[aborted])
+        assert all(sequence.seq_id not in llm.engine.manager for sequence in requests[aborted].sequences)
+        llm.engine.manager.check()
+        while llm.engine.has_work:
+            llm.engine.step()
+        for i, request in enumerate(requests):
+            if i != aborted or was_finished:
+                assert answers_of([request]) == [expected[i]]
+        assert llm.engine.manager.stats().num_used_host_blocks == 0
+        assert_whole(llm)
+
+
+@pytest.mark.parametrize("call", [0, 3, 7])
+def test_a_callback_that_raises_ends_its_own_request_only(model, prompts, expected, call):
+    llm = new_llm(model)
+    told = []
+    rude = llm.engine.add_request(
+        prompts[0], PARAMS[0], on_token=failing(lambda request: None, call, ValueError("rude"), before=True)
+    )
+    polite = llm.engine.add_request(
+        prompts[4], PARAMS[4], on_token=lambda request: told.append(request.num_new_tokens)
+    )
+    while llm.engine.has_work:
+        llm.engine.step()
+    if call < 7:
+        assert rude.error == "its callback raised ValueError('rude')"
+        assert rude.finish_reason is FinishReason.ERROR
+    else:  # it had its last token by then
+        assert rude.finish_reason is FinishReason.LENGTH
+    assert rude.new_token_ids == expected[0][0][: call + 1]
+    assert answers_of([polite]) == [expected[4]]
+    assert told == list(range(1, 9))
+    assert_whole(llm)
+
+
+def test_an_interrupt_leaves_the_requests_in_line(model, prompts, expected, monkeypatch):
+    llm = new_llm(model)
+    requests = add_all(llm, prompts)
+    forward, steps = llm.model.forward, iter(range(1 << 30))
+
+    def interrupted(*args):
+        if next(steps) == 4:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return forward(*args)
+
+    monkeypatch.setattr(llm.model, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        while llm.engine.has_work:
+            llm.engine.step()
+    assert_whole(llm)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert answers_of(requests) == expected
+    assert_whole(llm)
