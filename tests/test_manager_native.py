@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_kv._manager import BlockIndex, hash_blocks
+from paged_kv._manager import BlockIndex, PoolArrays, RowArrays, hash_blocks
 
 NUM_BLOCKS = 12
 
@@ -113,3 +113,41 @@ def test_what_does_not_fit_together_is_refused():
     with pytest.raises(ValueError, match="digests: expected one for each block"):
         arrays.index.store(0, bytes(32), [bytes(32)], 0, np.array([1, 2], np.int32))
     assert not arrays.cached.any()
+
+
+def rows(num_blocks=1):
+    """Two rows of tables of two blocks of four slots in one group; each has used its first block up."""
+    fields = [np.full(2, value, np.int64) for value in (0, 4 * num_blocks, num_blocks)]
+    return RowArrays(*fields, np.zeros((1, 2), np.int64), np.array([[[5, 0], [6, 0]]], np.int32))
+
+
+def test_rows_without_room_ask_and_go_on_with_a_block():
+    table, both = rows(), np.array([0, 1])
+    assert table.advance(both) is None
+    asking, all_full, last = table.asking(both, 4)
+    assert (asking.tolist(), all_full, last) == ([0, 1], True, [[5, 6]])
+    table.add_blocks(both, [[7, 3]], 4)
+    assert [table.advance(both).tolist() for _ in range(2)] == [[[28, 12]], [[29, 13]]]
+    assert table.slots(0, 0, 2, 6, 4).tolist() == [22, 23, 28, 29]
+    assert table.asking(both, 4)[0].tolist() == []
+
+
+def test_rows_and_blocks_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="rows: expected 0 to 1, got 2"):
+        rows().advance(np.array([0, 2]))
+    with pytest.raises(ValueError, match="rows: expected 0 to 1, got -1"):
+        rows().asking(np.array([-1]), 4)
+    with pytest.raises(ValueError, match="rows: a table is full"):
+        rows(num_blocks=2).add_blocks(np.array([1]), [[3]], 4)
+    with pytest.raises(ValueError, match=r"taken: expected \[groups, rows\]"):
+        rows().add_blocks(np.array([0, 1]), [[3]], 4)
+    with pytest.raises(ValueError, match="slots: no such positions"):
+        rows().slots(0, 0, 0, 9, 4)
+    refs, cached, queue = np.ones(3, np.int32), np.zeros(3, np.uint8), np.zeros(6, np.int32)
+    pool = PoolArrays(refs, cached, queue, np.full(3, -1, np.int64))
+    with pytest.raises(ValueError, match="ids: expected 0 to 2, got 3"):
+        pool.drop([0, 3], 0)
+    with pytest.raises(ValueError, match="tail: no room behind it"):
+        pool.drop([0, 1], 5)
+    assert refs.tolist() == [1, 1, 1]
+    assert pool.drop([0, 1], 0) == (0, 0, [0, 1])
