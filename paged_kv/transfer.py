@@ -43,8 +43,9 @@ def export_sequence(
 ) -> None:
     """Writes the computed tokens of `seq_id` to a file; the sequence stays as it is.
 
-    Raises UnknownSequenceError, SwappedSequenceError.
+    Raises UnknownSequenceError, SwappedSequenceError, and ValueError if cache and manager differ in their blocks.
     """
+    _expect_pair(manager, cache)
     state, blocks = describe_sequence(manager, seq_id)
     meta = {
         "known_len": state.known_len,
@@ -64,6 +65,7 @@ def import_sequence(
     Raises DuplicateSequenceError, OutOfBlocksError, TransferMismatchError (name, expected, found), and ValueError for
     a file of another kind; nothing has changed then.
     """
+    _expect_pair(manager, cache)
     meta, tensors = _load(path, "sequence", manager, cache)
     state = SequenceState(
         tokens=tensors["tokens"].numpy(),
@@ -81,6 +83,7 @@ def import_sequence(
 
 def export_prefix_cache(path: str | os.PathLike, manager: PagedKVCacheManager, cache: PagedKVCache) -> int:
     """Writes all cached blocks to a file, but for those whose content depends on keys within them; tells how many."""
+    _expect_pair(manager, cache)
     _expect_prefix_cache(manager)
     cached, blocks = describe_cache(manager)
     tensors = {
@@ -99,6 +102,7 @@ def import_prefix_cache(path: str | os.PathLike, manager: PagedKVCacheManager, c
     Nothing is evicted for them; where not all fit, the least recently used are left out. Raises
     TransferMismatchError (name, expected, found), and ValueError for a file of another kind; nothing has changed then.
     """
+    _expect_pair(manager, cache)
     _expect_prefix_cache(manager)
     _, tensors = _load(path, "prefix cache", manager, cache)
     cached = CachedBlocks(
@@ -110,6 +114,18 @@ def import_prefix_cache(path: str | os.PathLike, manager: PagedKVCacheManager, c
     fills = take_cache(manager, cached)
     _fill(cache, tensors, fills)
     return len(fills)
+
+
+def _expect_pair(manager: PagedKVCacheManager, cache: PagedKVCache) -> None:
+    """Raises ValueError where the manager's blocks are not those of the cache."""
+    if cache.block_size != manager.block_size:
+        raise ValueError(
+            f"cache: expected block_size {manager.block_size} as of manager, got {cache.block_size}"
+        )
+    if cache.num_blocks < manager.num_blocks:
+        raise ValueError(
+            f"cache: expected the {manager.num_blocks} blocks of manager, got {cache.num_blocks}"
+        )
 
 
 def _expect_prefix_cache(manager: PagedKVCacheManager) -> None:

@@ -151,7 +151,7 @@ def test_an_import_evicts_nothing_and_leaves_out_the_ends_of_chains(tmp_path):
     ("name", "options", "other_cache"),
     [
         ("identity", {"identity": "model b"}, None),
-        ("block_size", {}, PagedKVCache(2, 2, 8, torch.float32, 4, num_blocks=16)),
+        ("block_size", {}, PagedKVCache(2, 2, 8, torch.float32, 8, num_blocks=16)),
         ("windows", {"windows": (8,)}, None),
         ("dtype", {}, PagedKVCache(2, 2, 8, torch.bfloat16, 4, num_blocks=16)),
         ("num_layers", {}, PagedKVCache(3, 2, 8, torch.float32, 4, num_blocks=16)),
@@ -175,6 +175,29 @@ def test_a_mismatch_is_refused_by_name(tmp_path, name, options, other_cache):
             call()
         assert error.value.name == name
     assert other.stats().num_free_blocks == 16
+
+
+def test_a_cache_of_other_blocks_than_the_manager_s_is_refused(tmp_path):
+    manager, cache = pair()
+    serve(manager, cache, "a", TOKENS)
+    export_sequence(tmp_path / "a", manager, cache, "a")
+    export_prefix_cache(tmp_path / "cache", manager, cache)
+    larger = PagedKVCache(2, 2, 8, torch.float32, 8, num_blocks=16)
+    fewer = PagedKVCache(2, 2, 8, torch.float32, 4, num_blocks=15)
+    for wrong, message in (
+        (larger, r"^cache: expected block_size 4 as of manager, got 8$"),
+        (fewer, r"^cache: expected the 16 blocks of manager, got 15$"),
+    ):
+        for call in (
+            lambda wrong=wrong: export_sequence(tmp_path / "b", manager, wrong, "a"),
+            lambda wrong=wrong: export_prefix_cache(tmp_path / "b", manager, wrong),
+            lambda wrong=wrong: import_sequence(tmp_path / "a", manager, wrong, "b"),
+            lambda wrong=wrong: import_prefix_cache(tmp_path / "cache", manager, wrong),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+    assert not (tmp_path / "b").exists()
+    assert "b" not in manager
 
 
 def test_static_scales_must_be_the_same(tmp_path):
@@ -225,7 +248,7 @@ def test_an_import_that_cannot_be_changes_nothing(tmp_path):
     with pytest.raises(ValueError, match="expected a prefix cache exported by paged_kv"):
         import_prefix_cache(tmp_path / "a", other, other_cache)
     with pytest.raises(ValueError, match="prefix_cache=True"):
-        import_prefix_cache(tmp_path / "a", PagedKVCacheManager(4, 4, prefix_cache=False), other_cache)
+        import_prefix_cache(tmp_path / "a", PagedKVCacheManager(3, 4, prefix_cache=False), other_cache)
     save_file({"x": torch.zeros(1)}, tmp_path / "foreign", {"paged_kv": json.dumps({"kind": "other"})})
     with pytest.raises(ValueError, match="expected a sequence exported by paged_kv"):
         import_sequence(tmp_path / "foreign", other, other_cache, "a")
