@@ -184,8 +184,12 @@ __device__ inline FinishedRow finish(SoftmaxState state, const float* sink) {
   if (state.d == 0.0f) return {0.0f, -INFINITY};
   float factor = 1.0f;
   if (sink != nullptr) {
-    factor = state.raise(*sink);
-    state.d += state.weight(*sink);
+    // expf, because a row far below its sink has the error of this factor in all of its output: exp_of's grows with -x.
+    const float before = state.m;
+    state.m = fmaxf(before, *sink);
+    factor = expf(before - state.base());
+    state.d *= factor;
+    state.d += expf(*sink - state.base());
   }
   return {factor / state.d, state.base() + logf(state.d)};
 }

@@ -135,7 +135,7 @@ FAULTS = [
         TENSOR,
     ),
     Fault(
-        "the sink is not in the sum", "attention.cuh", "state.d += state.weight(*sink);", "", "sinks", TENSOR
+        "the sink is not in the sum", "attention.cuh", "state.d += expf(*sink - state.base());", "", "sinks", TENSOR
     ),
     Fault(
         "32-bit offsets",
