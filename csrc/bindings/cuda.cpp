@@ -2,9 +2,6 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <cstdlib>
-#include <string_view>
-
 #include "bindings/ops.h"
 #include "cuda/kernels.h"
 
@@ -22,20 +19,10 @@ Context context(c10::Device device) {
   return {nullptr, 1, c10::cuda::getCurrentCUDAStream(device.index()).stream(), allocate, release};
 }
 
-// The checking mode: PAGED_KV_CUDA_CHECKS=1 checks ids and lengths as on the CPU, for which each call waits for the
-// device and copies its index tensors to the host. Not capturable in a CUDA graph.
-bool checks_values() {
-  static const bool wanted = [] {
-    const char* text = std::getenv("PAGED_KV_CUDA_CHECKS");
-    return text != nullptr && std::string_view(text) == "1";
-  }();
-  return wanted;
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(paged_kv, CUDA, library) {
-  register_backend(library, {.backend = cuda::backend, .context = context, .checks_values = checks_values});
+  register_backend(library, {.backend = cuda::backend, .context = context, .checks_values = checks_values_on_cuda});
 }
 
 }  // namespace paged_kv::bindings

@@ -1,7 +1,9 @@
 // The schemas of torch.ops.paged_kv, and that no op has a backward.
 #include "bindings/ops.h"
 
+#include <cstdlib>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "bindings/autograd.h"
@@ -39,6 +41,14 @@ void define_ops(torch::Library& library) {
     library.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, no_backward(schema)));
     library.def(std::move(schema));
   }
+}
+
+bool checks_values_on_cuda() {
+  static const bool wanted = [] {
+    const char* text = std::getenv("PAGED_KV_CUDA_CHECKS");
+    return text != nullptr && std::string_view(text) == "1";
+  }();
+  return wanted;
 }
 
 void register_backend(torch::Library& library, const DeviceInterface& device) {

@@ -17,6 +17,10 @@ struct DeviceInterface {
   bool (*checks_values)();
 };
 
+// The checking mode: PAGED_KV_CUDA_CHECKS=1 in the environment checks ids, lengths and scales on a GPU as on the CPU,
+// for which each call waits for the device and copies its index tensors to the host. Not capturable in a CUDA graph.
+bool checks_values_on_cuda();
+
 // Defines every schema, and that backward raises.
 void define_ops(torch::Library& library);
 

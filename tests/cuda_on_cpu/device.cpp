@@ -1,6 +1,7 @@
 // The scheduler: blocks over OS threads, and a block's threads as fibers that switch straight to one another.
 #include "device.h"
 
+#include <sanitizer/asan_interface.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -112,6 +113,9 @@ class Executor {
     block_ = {&launch, index, shared_, launch.shared_bytes, stacks_, stacks_ + kMaxThreads * kStackBytes};
     grid_ = &grid;
     error_.clear();
+    // For AddressSanitizer, shared memory ends where the launch says.
+    ASAN_UNPOISON_MEMORY_REGION(shared_, launch.shared_bytes);
+    ASAN_POISON_MEMORY_REGION(shared_ + launch.shared_bytes, kMaxSharedBytes - launch.shared_bytes);
     std::memset(shared_, kNoBytes, launch.shared_bytes);
     start_fibers(seed);
     if (observer != nullptr) observer->block_begins(block_);
@@ -120,6 +124,7 @@ class Executor {
     current_ = nullptr;
     running = nullptr;
     if (observer != nullptr) observer->block_ends(block_);
+    if (!error_.empty()) ASAN_UNPOISON_MEMORY_REGION(stacks_, kMaxThreads * kStackBytes);  // nobody returned from there
     return error_;
   }
 
@@ -396,6 +401,7 @@ cudaError_t run(const Grid& grid) {
       num_threads > kMaxThreads || grid.block.z > 64 || grid.shared_bytes > max_dynamic_shared_bytes(grid.kernel)) {
     return record_error(cudaErrorInvalidConfiguration);
   }
+  if (const cudaError_t wanted = take_wanted_error(); wanted != cudaSuccess) return wanted;
   if (num_threads % kWarpSize != 0) return report_failure("a block's threads are no multiple of 32");
   static std::atomic<uint64_t> num_launches = 0;
   const uint64_t seed = static_cast<uint64_t>(environment("CUDA_ON_CPU_SEED", 0)), number = num_launches++;

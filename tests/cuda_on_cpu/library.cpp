@@ -25,7 +25,7 @@ Context context(c10::Device) { return {nullptr, 1, nullptr, allocate, release}; 
 TORCH_LIBRARY(PAGED_KV_NAMESPACE, library) { define_ops(library); }
 
 TORCH_LIBRARY_IMPL(PAGED_KV_NAMESPACE, CPU, library) {
-  register_backend(library, {.backend = cuda::backend, .context = context, .checks_values = [] { return true; }});
+  register_backend(library, {.backend = cuda::backend, .context = context, .checks_values = checks_values_on_cuda});
 }
 
 }  // namespace paged_kv::bindings

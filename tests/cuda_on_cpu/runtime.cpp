@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <elf.h>
 
+#include <atomic>
 #include <cstring>
 #include <fstream>
 #include <map>
@@ -23,6 +24,7 @@ std::mutex mutex;
 std::map<const void*, size_t> shared_bytes_allowed;
 std::string failure;
 thread_local cudaError_t last_error = cudaSuccess;
+std::atomic<cudaError_t> wanted_error = cudaSuccess;
 
 struct Symbol {
   std::string name;
@@ -90,6 +92,8 @@ cudaError_t report_failure(const std::string& text) {
   return record_error(cudaErrorLaunchFailure);
 }
 
+cudaError_t take_wanted_error() { return record_error(wanted_error.exchange(cudaSuccess)); }
+
 size_t max_dynamic_shared_bytes(const void* kernel) {
   const std::lock_guard lock(mutex);
   const auto entry = shared_bytes_allowed.find(kernel);
@@ -101,6 +105,11 @@ size_t max_dynamic_shared_bytes(const void* kernel) {
 using namespace cuda_on_cpu;
 
 extern "C" {
+
+// For Python.
+__attribute__((visibility("default"))) void cuda_on_cpu_fail_next(int error) {
+  wanted_error = static_cast<cudaError_t>(error);
+}
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
@@ -156,12 +165,14 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 }
 
 cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  if (const cudaError_t error = take_wanted_error(); error != cudaSuccess) return error;
   std::memcpy(destination, source, bytes);
   return cudaSuccess;
 }
 
 cudaError_t cudaMemcpy2DAsync(void* destination, size_t destination_pitch, const void* source, size_t source_pitch,
                               size_t width, size_t height, cudaMemcpyKind, cudaStream_t) {
+  if (const cudaError_t error = take_wanted_error(); error != cudaSuccess) return error;
   if (width > destination_pitch || width > source_pitch) return record_error(cudaErrorInvalidValue);
   for (size_t row = 0; row < height; ++row) {
     std::memcpy(static_cast<char*>(destination) + row * destination_pitch,

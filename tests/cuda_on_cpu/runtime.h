@@ -11,6 +11,9 @@ namespace cuda_on_cpu {
 // What cudaGetLastError answers next; returns `error`.
 cudaError_t record_error(cudaError_t error);
 
+// The error that the next launch or copy is to return instead of its work, asked for by a test; taken once.
+cudaError_t take_wanted_error();
+
 // The same for a kernel that failed: cudaGetErrorString answers with `text`.
 cudaError_t report_failure(const std::string& text);
 
