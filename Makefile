@@ -3,8 +3,10 @@
 #   make test    builds and runs the tests                      make bench   runs the benchmarks, vLLM beside them
 #   make fuzz    walks over the block manager's calls for long
 #   make cuda-check   compiles the CUDA kernels for real architectures and reads the machine code; no GPU needed
+#   make cuda-build   builds the extension with CUDA beside torch's CUDA build, and tests what needs no GPU of it
 #   make test-cuda    of the tests, those on the CUDA kernels, which run on the CPU; no GPU needed
 #   make sanitize     runs the op tests under AddressSanitizer and UndefinedBehaviorSanitizer
+#   make cuda-traffic counts the memory traffic of the CUDA kernels, executed on the CPU
 #   make cuda-faults  puts faults into the CUDA kernels and has the tests find each
 #
 # Where pip's torch is the CUDA one and a smaller download will do:
@@ -22,7 +24,7 @@ CUDA_HEADERS := $(abspath $(VENV))/cuda-headers
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: demo test test-cuda fuzz lint bench build clean cuda-check cuda-faults sanitize
+.PHONY: demo test test-cuda fuzz lint bench build clean cuda-check cuda-build cuda-traffic cuda-faults sanitize
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -79,6 +81,30 @@ $(CUDA_TOOLS)/installed: $(VENV)/pip
 cuda-check: $(CUDA_TOOLS)/installed
 	CUDA_TOOLS=$(CUDA_TOOLS)/nvidia/cu13 $(PYTHON) tests/cuda_check.py
 
+cuda-traffic: $(VENV)/built-with-cuda-on-cpu
+	$(BIN)/python -m bench.cuda_traffic
+
+# An environment of its own, since torch's CUDA build takes some 6 GB. The package is installed, not built in place, so
+# that the one built in place stays another environment's; `pytest`, unlike `python -m pytest`, then finds it.
+CUDA_VENV := .venv-cuda
+CUDA_TORCH ?= torch==2.14.1
+$(CUDA_VENV)/torch:
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check install --quiet 'pip>=25.1' '$(CUDA_TORCH)'
+	touch $@
+
+$(CUDA_VENV)/installed: $(CUDA_VENV)/torch $(NATIVE) $(shell find paged_kv -name '*.py')
+	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --group build --group test
+	PAGED_KV_BUILD=cmake-cuda $(CUDA_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
+		--no-build-isolation .
+	touch $@
+
+cuda-build: $(CUDA_VENV)/installed
+	cd tests && ../$(CUDA_VENV)/bin/python -c 'import paged_kv; print(paged_kv.build_info())'
+	$(CUDA_VENV)/bin/pytest tests/test_cuda_build.py tests/test_op_compile.py tests/test_op_errors.py $(PYTEST_ARGS)
+	PAGED_KV_TEST_PRETEND_CUDA=1 $(CUDA_VENV)/bin/pytest -k cuda_pretended tests/test_merge.py tests/test_cache_ops.py \
+		tests/test_determinism.py tests/test_attention.py $(PYTEST_ARGS)
+
 # make bench PEER= leaves the peer out.
 bench: $(VENV)/built $(VENV)/bench-tools $(PEER:%=%/installed)
 	$(BIN)/python -m bench
@@ -92,7 +118,7 @@ lint: $(VENV)/lint-tools
 build: $(VENV)/built
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info paged_kv/_C*.so paged_kv/_manager*.so paged_kv/_build.json
+	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info paged_kv/_C*.so paged_kv/_manager*.so paged_kv/_build.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/pip:

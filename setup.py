@@ -18,11 +18,14 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class CMakeBuild(build_ext):
-    """Builds incrementally in build/cmake-<python>, whatever temporary folder pip or setuptools would use."""
+    """Builds incrementally in build/cmake-<python>, whatever temporary folder pip or setuptools would use.
+
+    PAGED_KV_BUILD names another folder under build/, so that builds for two environments keep their objects.
+    """
 
     def run(self) -> None:
         package = ROOT / "paged_kv" if self.inplace else Path(self.build_lib).resolve() / "paged_kv"
-        build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+        build = ROOT / "build" / os.environ.get("PAGED_KV_BUILD", f"cmake-{sys.implementation.cache_tag}")
         cmake, ninja = find_build_tools()
         configure = ["-S", ROOT, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         configure += [f"-DPYTHON={sys.executable}", *os.environ.get("CMAKE_ARGS", "").split()]

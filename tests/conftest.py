@@ -5,14 +5,15 @@ A test that takes the `backend` fixture runs once for each backend this machine 
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import cuda_on_cpu
 import pytest
 import torch
+from pretend_cuda import PretendCuda
 
 import paged_kv
 import paged_kv.ops
@@ -26,6 +27,7 @@ class Backend:
     device: str = "cpu"
     isa: str | None = None  # instruction set to force while this backend is active
     ops: ModuleType = field(default=paged_kv.ops, repr=False)  # same functions as paged_kv.ops
+    mode: Callable[[], AbstractContextManager] = field(default=nullcontext, repr=False)  # active with it
 
     @contextmanager
     def active(self) -> Iterator["Backend"]:
@@ -33,7 +35,8 @@ class Backend:
         if self.isa is not None:
             paged_kv.set_isa(self.isa)
         try:
-            yield self
+            with self.mode():
+                yield self
         finally:
             paged_kv.set_isa(before)
 
@@ -42,11 +45,23 @@ class Backend:
 CUDA_ON_CPU = os.environ.get("PAGED_KV_TEST_CUDA_ON_CPU") == "1"
 collect_ignore = [] if CUDA_ON_CPU else ["test_cuda_on_cpu.py", "test_cuda_checked.py"]
 
+# The CUDA kernels on a GPU, where there is one that the build has kernels for; bench/gpu_check.sh runs these.
+CUDA = torch.cuda.is_available() and bool(paged_kv.build_info().cuda_archs)
+if not CUDA:
+    collect_ignore.append("test_cuda_device.py")
+if not paged_kv.build_info().cuda_archs:
+    collect_ignore.append("test_cuda_build.py")
+DEVICES = ["cpu", "cuda"] if CUDA else ["cpu"]  # for tests of what lies above the ops
+
 
 def available_backends() -> list[Backend]:
     backends = [Backend(f"cpu[{isa}]", isa=isa) for isa in paged_kv.build_info().isas_supported]
     if CUDA_ON_CPU:
         backends.append(Backend("cuda_on_cpu", ops=cuda_on_cpu.load_ops()))
+    if CUDA:
+        backends.append(Backend("cuda", device="cuda"))
+    if os.environ.get("PAGED_KV_TEST_PRETEND_CUDA") == "1":
+        backends.append(Backend("cuda_pretended", device="cuda", mode=PretendCuda))
     return backends
 
 
