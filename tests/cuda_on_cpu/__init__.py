@@ -37,8 +37,8 @@ class Checker:
     def reset(self, *watched: torch.Tensor) -> None:
         """Forgets all counts; reads of the storages of these tensors are counted apart from now on."""
         self.library.cuda_on_cpu_reset()
-        for tensor in watched:
-            storage = tensor.untyped_storage()
+        storages = (tensor.untyped_storage() for tensor in watched)
+        for storage in {storage.data_ptr(): storage for storage in storages}.values():  # one may hold several
             self.library.cuda_on_cpu_watch(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
     def report(self) -> dict[str, dict]:

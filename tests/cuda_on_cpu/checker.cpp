@@ -20,7 +20,6 @@
 #include <set>
 #include <sstream>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -33,6 +32,11 @@ namespace {
 constexpr int kNobody = -1;
 constexpr uintptr_t kSectorBytes = 32;
 constexpr int kBanks = 32, kBankBytes = 4;
+
+// Constants of this library, such as source locations for error messages: a GPU's kernel has none of them in its
+// memory.
+extern "C" const char __ehdr_start __attribute__((visibility("hidden"))), _end __attribute__((visibility("hidden")));
+bool is_in_this_library(const void* address) { return address >= &__ehdr_start && address < &_end; }
 
 // When a thread did something, as far as barriers order it.
 struct Moment {
@@ -65,51 +69,56 @@ struct WarpAccess {
   Space space;
   bool is_write;
   const char* instruction;
-  size_t bytes;  // of a lane
-  std::vector<uintptr_t> addresses;
+  size_t bytes;                                  // of a lane
+  std::vector<std::pair<int, uintptr_t>> lanes;  // that take part, in the order in which they came, and their addresses
 };
 
 struct Traffic {
   uint64_t instructions = 0, bytes = 0, sectors = 0;
 };
 
+struct SharedTraffic {
+  uint64_t instructions = 0, wavefronts = 0, ideal_wavefronts = 0;
+};
+
 struct Counts {
   uint64_t launches = 0;
   std::map<std::string, uint64_t> warp_operations;
   Traffic read, written, watched;
-  uint64_t shared_instructions = 0, wavefronts = 0, ideal_wavefronts = 0;
+  std::map<std::string, SharedTraffic> shared;  // by instruction
 };
 
 uint64_t count_sectors(const WarpAccess& a) {
   std::set<uintptr_t> sectors;
-  for (uintptr_t address : a.addresses) {
+  for (const auto& [lane, address] : a.lanes) {
     for (uintptr_t s = address / kSectorBytes; s <= (address + a.bytes - 1) / kSectorBytes; ++s) sectors.insert(s);
   }
   return sectors.size();
 }
 
-// Lanes go in groups that move 128 bytes at once; a group needs as many passes as its busiest bank has words.
-uint64_t count_wavefronts(const WarpAccess& a) {
-  const size_t words = std::max<size_t>(1, a.bytes / kBankBytes), lanes_at_once = kWarpSize / words;
-  uint64_t total = 0;
-  for (size_t first = 0; first < a.addresses.size(); first += lanes_at_once) {
-    std::array<std::set<uintptr_t>, kBanks> bank;
-    for (size_t i = first; i < std::min(first + lanes_at_once, a.addresses.size()); ++i) {
-      for (size_t w = 0; w < words; ++w) {
-        const uintptr_t word = a.addresses[i] / kBankBytes + w;
-        bank[word % kBanks].insert(word);
-      }
-    }
-    size_t busiest = 0;
-    for (const auto& b : bank) busiest = std::max(busiest, b.size());
-    total += busiest;
-  }
-  return total;
-}
+// Lanes go in groups that move 128 bytes at once; a group needs as many passes as its busiest bank has words. Without
+// conflicts each group would need one.
+struct Wavefronts {
+  uint64_t total = 0, ideal = 0;
+};
 
-uint64_t ideal_wavefronts(const WarpAccess& a) {
+Wavefronts count_wavefronts(const WarpAccess& a) {
   const size_t words = std::max<size_t>(1, a.bytes / kBankBytes), lanes_at_once = kWarpSize / words;
-  return (a.addresses.size() + lanes_at_once - 1) / lanes_at_once;
+  std::map<size_t, std::array<std::set<uintptr_t>, kBanks>> groups;
+  for (const auto& [lane, address] : a.lanes) {
+    for (size_t w = 0; w < words; ++w) {
+      const uintptr_t word = address / kBankBytes + w;
+      groups[static_cast<size_t>(lane) / lanes_at_once][word % kBanks].insert(word);
+    }
+  }
+  Wavefronts count;
+  for (const auto& [group, banks] : groups) {
+    size_t busiest = 0;
+    for (const auto& bank : banks) busiest = std::max(busiest, bank.size());
+    count.total += busiest;
+    ++count.ideal;
+  }
+  return count;
 }
 
 class Checker : public Observer {
@@ -130,7 +139,7 @@ class Checker : public Observer {
   void access(Thread& t, Access kind, const void* address, size_t size, const char* instruction,
               const Site& site) override {
     const Space space = space_of(t, address);
-    if (space == Space::kLocal) return;
+    if (space == Space::kLocal || is_in_this_library(address)) return;
     const bool is_write = kind != Access::kRead && kind != Access::kAsyncRead;
     if (space == Space::kShared) {
       check_shared(t, is_write, address, size, site);
@@ -213,10 +222,15 @@ class Checker : public Observer {
       traffic("read", c.read);
       traffic("written", c.written);
       traffic("watched", c.watched);
-      number("shared_instructions", c.shared_instructions);
-      number("wavefronts", c.wavefronts);
-      number("ideal_wavefronts", c.ideal_wavefronts);
-      text << "\"warp_operations\": ";
+      text << "\"shared\": ";
+      const char* before_kind = "{";
+      for (const auto& [name, s] : c.shared) {
+        text << std::exchange(before_kind, ", ") << std::quoted(name) << ": {";
+        number("instructions", s.instructions);
+        number("wavefronts", s.wavefronts);
+        text << "\"ideal_wavefronts\": " << s.ideal_wavefronts << "}";
+      }
+      text << (c.shared.empty() ? "{}, " : "}, ") << "\"warp_operations\": ";
       const char* before_operation = "{";
       for (const auto& [name, count] : c.warp_operations) {
         text << std::exchange(before_operation, ", ") << std::quoted(name) << ": " << count;
@@ -277,24 +291,26 @@ class Checker : public Observer {
     access.is_write = is_write;
     access.instruction = instruction;
     access.bytes = size;
-    access.addresses.push_back(reinterpret_cast<uintptr_t>(address));
+    access.lanes.emplace_back(t.lane, reinterpret_cast<uintptr_t>(address));
   }
 
   void add(Counts& counts, const WarpAccess& a) {
     if (a.space == Space::kShared) {
-      ++counts.shared_instructions;
-      counts.wavefronts += count_wavefronts(a);
-      counts.ideal_wavefronts += ideal_wavefronts(a);
+      SharedTraffic& shared = counts.shared[std::string(a.instruction) + (a.is_write ? " write" : " read")];
+      ++shared.instructions;
+      const Wavefronts wavefronts = count_wavefronts(a);
+      shared.wavefronts += wavefronts.total;
+      shared.ideal_wavefronts += wavefronts.ideal;
       return;
     }
     auto count = [&](Traffic& traffic) {
       ++traffic.instructions;
-      traffic.bytes += a.bytes * a.addresses.size();
+      traffic.bytes += a.bytes * a.lanes.size();
       traffic.sectors += count_sectors(a);
     };
     count(a.is_write ? counts.written : counts.read);
     for (const auto& [begin, end] : watched_) {
-      if (!a.is_write && a.addresses[0] >= begin && a.addresses[0] < end) count(counts.watched);
+      if (!a.is_write && a.lanes[0].second >= begin && a.lanes[0].second < end) count(counts.watched);
     }
   }
 

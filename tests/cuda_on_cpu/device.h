@@ -30,6 +30,9 @@
 #include <cstdint>
 #include <source_location>
 
+// Of functions that stand for registers or for the harness itself: the checked build must not see what they read.
+#define NOT_A_MEMORY_ACCESS __attribute__((no_sanitize("thread")))
+
 namespace cuda_on_cpu {
 
 inline constexpr int kWarpSize = 32;
@@ -76,7 +79,7 @@ struct Block {
 
 // The CUDA thread that this OS thread is running; null outside of kernels.
 extern thread_local constinit Thread* running __attribute__((tls_model("initial-exec")));
-inline Thread* current_thread() { return running; }
+NOT_A_MEMORY_ACCESS inline Thread* current_thread() { return running; }
 
 enum class Space { kGlobal, kShared, kLocal };
 
@@ -111,7 +114,8 @@ struct Observer {
 // The one in use, or null. Set it only while no kernel runs.
 extern Observer* observer;
 
-inline void observe(Access kind, const void* address, size_t bytes, const char* instruction, const Site& site) {
+NOT_A_MEMORY_ACCESS inline void observe(Access kind, const void* address, size_t bytes, const char* instruction,
+                                        const Site& site) {
   if (observer != nullptr) observer->access(*current_thread(), kind, address, bytes, instruction, site);
 }
 

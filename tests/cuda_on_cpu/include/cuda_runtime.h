@@ -30,27 +30,27 @@ namespace cuda_on_cpu {
 template <class Source>
 struct BuiltIn {
   struct {
-    operator unsigned() const { return Source::get().x; }
+    NOT_A_MEMORY_ACCESS operator unsigned() const { return Source::get().x; }
   } x;
   struct {
-    operator unsigned() const { return Source::get().y; }
+    NOT_A_MEMORY_ACCESS operator unsigned() const { return Source::get().y; }
   } y;
   struct {
-    operator unsigned() const { return Source::get().z; }
+    NOT_A_MEMORY_ACCESS operator unsigned() const { return Source::get().z; }
   } z;
 };
 
 struct ThreadIndex {
-  static const uint3& get() { return running->index; }
+  NOT_A_MEMORY_ACCESS static const uint3& get() { return running->index; }
 };
 struct BlockIndex {
-  static const uint3& get() { return running->block->index; }
+  NOT_A_MEMORY_ACCESS static const uint3& get() { return running->block->index; }
 };
 struct BlockSize {
-  static const dim3& get() { return running->block->launch->block; }
+  NOT_A_MEMORY_ACCESS static const dim3& get() { return running->block->launch->block; }
 };
 struct GridSize {
-  static const dim3& get() { return running->block->launch->grid; }
+  NOT_A_MEMORY_ACCESS static const dim3& get() { return running->block->launch->grid; }
 };
 
 }  // namespace cuda_on_cpu

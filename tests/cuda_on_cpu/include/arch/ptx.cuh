@@ -91,8 +91,9 @@ struct alignas(kBytes) Words {
 
 namespace detail {
 
+// NOT_A_MEMORY_ACCESS: observed as the instruction that they stand for, and not once more as plain accesses.
 template <int kBytes>
-Words<kBytes> load(const void* address, const char* instruction, const SourceLocation& at) {
+NOT_A_MEMORY_ACCESS Words<kBytes> load(const void* address, const char* instruction, const SourceLocation& at) {
   require_alignment(address, kBytes, at);
   cuda_on_cpu::observe(Access::kRead, address, kBytes, instruction, at);
   Words<kBytes> w;
@@ -101,7 +102,8 @@ Words<kBytes> load(const void* address, const char* instruction, const SourceLoc
 }
 
 template <int kBytes>
-void store(void* address, const Words<kBytes>& w, const char* instruction, const SourceLocation& at) {
+NOT_A_MEMORY_ACCESS void store(void* address, const Words<kBytes>& w, const char* instruction,
+                               const SourceLocation& at) {
   require_alignment(address, kBytes, at);
   cuda_on_cpu::observe(Access::kWrite, address, kBytes, instruction, at);
   std::memcpy(address, &w, kBytes);
