@@ -46,8 +46,8 @@ fuzz: $(VENV)/built
 	PAGED_KV_FUZZ_WALKS=6000 $(BIN)/python -m pytest tests/test_manager_model.py
 
 # The tests that take a backend, on the CUDA kernels, and those about the kernels themselves.
-CUDA_TESTS := tests/test_attention.py tests/test_merge.py tests/test_cache_ops.py tests/test_determinism.py \
-	tests/test_cuda_on_cpu.py tests/test_cuda_checked.py
+CUDA_TESTS := tests/test_attention.py tests/test_attention_random.py tests/test_merge.py tests/test_cache_ops.py \
+	tests/test_determinism.py tests/test_cuda_on_cpu.py tests/test_cuda_checked.py
 test-cuda: $(VENV)/built-for-tests
 	$(RUN_TESTS) $(CUDA_TESTS) -k cuda $(PYTEST_ARGS)
 
@@ -67,7 +67,8 @@ sanitize: $(VENV)/dependencies $(CUDA_HEADERS)/installed
 	$(BIN)/cmake --install $(SANITIZED) --prefix $(SANITIZED)/paged_kv
 	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED) CUDA_ON_CPU_FOLDER=$(SANITIZED) \
 		PAGED_KV_TEST_CUDA_ON_CPU=1 OMP_WAIT_POLICY=passive $(BIN)/pytest -p no:cacheprovider \
-		tests/test_attention.py tests/test_merge.py tests/test_cache_ops.py tests/test_cuda_on_cpu.py $(PYTEST_ARGS)
+		tests/test_attention.py tests/test_attention_random.py tests/test_merge.py tests/test_cache_ops.py \
+		tests/test_cuda_on_cpu.py $(PYTEST_ARGS)
 
 # cuobjdump and nvdisasm come from PyPI, and so does nvcc where the machine has none.
 CUDA_TOOLS := .venv-cuda-tools
@@ -81,7 +82,7 @@ $(CUDA_TOOLS)/installed: $(VENV)/pip
 cuda-check: $(CUDA_TOOLS)/installed
 	CUDA_TOOLS=$(CUDA_TOOLS)/nvidia/cu13 $(PYTHON) tests/cuda_check.py
 
-cuda-traffic: $(VENV)/built-with-cuda-on-cpu
+cuda-traffic: $(VENV)/built-for-tests
 	$(BIN)/python -m bench.cuda_traffic
 
 # An environment of its own, since torch's CUDA build takes some 6 GB. The package is installed, not built in place, so

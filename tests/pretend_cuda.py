@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_map_only
 # Calls that PyTorch allows on tensors of two devices: copies, and indexing by tensors in host memory.
 MIXED = ("aten::copy_", "aten::_to_copy", "aten::index", "aten::index_put_", "paged_kv::swap_blocks")
 ON_INNER = ("untyped_storage", "data_ptr", "tolist")
+# Calls that make a tensor of a list or a number on the device, or ask for its kernels, before any mode sees it.
+MAKES_TENSORS = ("__getitem__", "where", "scaled_dot_product_attention")
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
@@ -81,11 +83,9 @@ class PretendCuda(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         name = function.__name__
-        if name == "__getitem__" and isinstance(
-            args[0], PretendedTensor
-        ):  # a list becomes a tensor on the device
-            inner, index = tree_map_only(PretendedTensor, lambda t: t.inner, args)
-            return PretendedTensor(inner[index])
+        if name in MAKES_TENSORS and any(isinstance(argument, PretendedTensor) for argument in args):
+            inner_args, inner_kwargs = tree_map_only(PretendedTensor, lambda t: t.inner, (args, kwargs))
+            return PretendedTensor(function(*inner_args, **inner_kwargs))
         if name in ON_INNER and isinstance(args[0], PretendedTensor):
             return function(args[0].inner, **kwargs)
         if name == "to" and any(wants_cuda(a) for a in (*args[1:], *kwargs.values())):

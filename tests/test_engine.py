@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import DEVICES
 from tiny_models import own_answers, random_prompts, tiny_model
 
 from paged_kv.engine import LLM, Engine, FinishReason, SamplingParams
@@ -13,9 +14,9 @@ GREEDY = SamplingParams(max_tokens=10)
 LENGTHS = [7, 1, 12, 3, 9, 20]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
+@pytest.fixture(scope="module", params=DEVICES)
+def model(request):
+    return tiny_model("llama").to(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import transformers as hf
+from conftest import DEVICES
 from tiny_models import MODELS, SIZE, WINDOW, own_answers, random_prompts, tiny_model
 
 from paged_kv.engine import LLM, SamplingParams
@@ -20,9 +21,10 @@ LENGTHS = [1, 5, 17, 30]  # shorter and longer than the window and than a step's
 UNEVEN = {"block_size": 4, "num_blocks": 40, "max_batch_tokens": 13}  # cuts prompts at odd places
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_answers_equal_the_models_own(name):
-    model = tiny_model(name)
+def test_packed_answers_equal_the_models_own(name, device):
+    model = tiny_model(name).to(device)
     prompts = random_prompts(LENGTHS)
     expected = own_answers(model, prompts, MAX_TOKENS)
     assert len({token for answer in expected for token in answer}) > 10, "answers too dull to tell anything"

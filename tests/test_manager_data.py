@@ -1,7 +1,11 @@
-"""The random walks once more, on real tensors: what `gather_kv` finds must be what was written for the tokens."""
+"""The random walks once more, on real tensors: what `gather_kv` finds must be what was written for the tokens.
+
+On the GPU where there is one, and the host's blocks in host memory.
+"""
 
 import numpy as np
 import torch
+from conftest import DEVICES
 from hypothesis import HealthCheck, settings
 from manager_machine import ManagerMachine
 
@@ -16,7 +20,14 @@ class TensorCache:
 
     def __init__(self, num_blocks, num_host_blocks, block_size):
         self.device = PagedKVCache(
-            NUM_LAYERS, 1, HEAD_DIM, torch.float32, block_size, num_blocks=num_blocks, layout="NHD"
+            NUM_LAYERS,
+            1,
+            HEAD_DIM,
+            torch.float32,
+            block_size,
+            num_blocks=num_blocks,
+            layout="NHD",
+            device=DEVICES[-1],
         )
         self.host = self.device.like(max(1, num_host_blocks))
 
@@ -25,7 +36,8 @@ class TensorCache:
             key = torch.zeros(len(slots), 1, HEAD_DIM)
             key[:, 0, 0] = torch.from_numpy(values)
             key[:, 0, 1] = layer
-            self.device.write(layer, key, -key, torch.from_numpy(np.ascontiguousarray(slots)))
+            key, new_slots = (t.to(DEVICES[-1]) for t in (key, torch.from_numpy(np.ascontiguousarray(slots))))
+            self.device.write(layer, key, -key, new_slots)
 
     def copy(self, pairs):
         self.device.copy_blocks(pairs)
@@ -37,8 +49,8 @@ class TensorCache:
         self.host.swap_blocks(self.device, pairs)
 
     def read(self, manager, seq_id, group, start):
-        table = torch.from_numpy(manager.block_tables([seq_id], group))
-        seq_lens = torch.from_numpy(manager.seq_lens([seq_id]))
+        table = torch.from_numpy(manager.block_tables([seq_id], group)).to(DEVICES[-1])
+        seq_lens = torch.from_numpy(manager.seq_lens([seq_id])).to(DEVICES[-1])
         found = []
         for layer in self.device:
             key, value = ops.gather_kv(layer.key, layer.value, table, seq_lens)

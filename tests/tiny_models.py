@@ -119,7 +119,7 @@ def own_answers(model: hf.PreTrainedModel, prompts: list[list[int]], max_tokens:
     """Greedy tokens of the model's own `generate`, one prompt at a time."""
     answers = []
     for prompt in prompts:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
