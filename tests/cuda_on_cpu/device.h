@@ -31,7 +31,8 @@
 #include <source_location>
 
 // Of functions that stand for registers or for the harness itself: the checked build must not see what they read.
-#define NOT_A_MEMORY_ACCESS __attribute__((no_sanitize("thread")))
+// (Not inlined, as GCC would then watch them with their caller.)
+#define NOT_A_MEMORY_ACCESS __attribute__((no_sanitize("thread"), noinline))
 
 namespace cuda_on_cpu {
 
@@ -80,6 +81,7 @@ struct Block {
 // The CUDA thread that this OS thread is running; null outside of kernels.
 extern thread_local constinit Thread* running __attribute__((tls_model("initial-exec")));
 NOT_A_MEMORY_ACCESS inline Thread* current_thread() { return running; }
+NOT_A_MEMORY_ACCESS inline int current_lane() { return running->lane; }
 
 enum class Space { kGlobal, kShared, kLocal };
 

@@ -121,7 +121,7 @@ T shuffle(const char* name, unsigned mask, T value, int source, const SourceLoca
   } lane{value, value, source};
   warp_operation(
       name, &lane,
-      [](void* const* lanes) {
+      [](void* const* lanes) NOT_A_MEMORY_ACCESS {
         for (int i = 0; i < kWarpSize; ++i) {
           Lane& to = *static_cast<Lane*>(lanes[i]);
           to.out = static_cast<const Lane*>(lanes[to.source])->in;
@@ -140,14 +140,14 @@ inline void __syncwarp(unsigned mask = cuda_on_cpu::kAllLanes, SourceLocation at
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = warpSize, SourceLocation at = SourceLocation::current()) {
-  const int lane = cuda_on_cpu::current_thread()->lane;
+  const int lane = cuda_on_cpu::current_lane();
   return cuda_on_cpu::shuffle("__shfl_sync", mask, value, (lane & ~(width - 1)) | (source & (width - 1)), at);
 }
 
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int bits, int width = warpSize,
                   SourceLocation at = SourceLocation::current()) {
-  const int lane = cuda_on_cpu::current_thread()->lane, source = lane ^ bits;
+  const int lane = cuda_on_cpu::current_lane(), source = lane ^ bits;
   // A source in a higher segment of the warp gives the lane its own value back.
   return cuda_on_cpu::shuffle("__shfl_xor_sync", mask, value, source / width > lane / width ? lane : source, at);
 }
@@ -155,14 +155,14 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, int width = warpSize,
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = warpSize,
                  SourceLocation at = SourceLocation::current()) {
-  const int lane = cuda_on_cpu::current_thread()->lane, source = lane - static_cast<int>(delta);
+  const int lane = cuda_on_cpu::current_lane(), source = lane - static_cast<int>(delta);
   return cuda_on_cpu::shuffle("__shfl_up_sync", mask, value, source < (lane & ~(width - 1)) ? lane : source, at);
 }
 
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = warpSize,
                    SourceLocation at = SourceLocation::current()) {
-  const int lane = cuda_on_cpu::current_thread()->lane, source = lane + static_cast<int>(delta);
+  const int lane = cuda_on_cpu::current_lane(), source = lane + static_cast<int>(delta);
   return cuda_on_cpu::shuffle("__shfl_down_sync", mask, value, source > (lane | (width - 1)) ? lane : source, at);
 }
 
@@ -174,7 +174,7 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, SourceLocation at = 
   } lane{predicate != 0, 0};
   cuda_on_cpu::warp_operation(
       "__ballot_sync", &lane,
-      [](void* const* lanes) {
+      [](void* const* lanes) NOT_A_MEMORY_ACCESS {
         unsigned votes = 0;
         for (int i = 0; i < warpSize; ++i) votes |= static_cast<unsigned>(static_cast<Lane*>(lanes[i])->predicate) << i;
         for (int i = 0; i < warpSize; ++i) static_cast<Lane*>(lanes[i])->votes = votes;
