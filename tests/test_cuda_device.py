@@ -264,7 +264,7 @@ def test_copies_and_gathers_replay_with_other_blocks() -> None:
     keys, values = ([torch.randn(20, 2, 4, 8, device="cuda") for _ in range(3)] for _ in "kv")
     mapping = torch.tensor([[0, 10], [1, 11]], device="cuda")
     tables = torch.tensor([[10, 11]], dtype=torch.int32, device="cuda")
-    lens = torch.tensor([7], dtype=torch.int32, device="cuda")
+    lens = torch.tensor([8], dtype=torch.int32, device="cuda")
     key, value = torch.zeros(2, 8, 2, 8, device="cuda")
 
     def move() -> None:
@@ -274,7 +274,6 @@ def test_copies_and_gathers_replay_with_other_blocks() -> None:
     graph, _ = capture(move)
     mapping.copy_(torch.tensor([[4, 15], [7, 2]]))
     tables.copy_(torch.tensor([[15, 2]]))
-    lens.fill_(8)
     sources = [cache.clone() for cache in (*keys, *values)]
     graph.replay()
     torch.cuda.synchronize()

@@ -10,8 +10,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
-#include <memory>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <string>
@@ -54,7 +55,9 @@ const Context kHost{serial, 1, nullptr};
 template <class T>
 class OnDevice {
  public:
-  explicit OnDevice(size_t count) : count_(count) { check(cudaMalloc(&data_, count * sizeof(T)), "cudaMalloc"); }
+  explicit OnDevice(size_t count) : count_(count) {
+    check(cudaMalloc(reinterpret_cast<void**>(&data_), count * sizeof(T)), "cudaMalloc");
+  }
   explicit OnDevice(const std::vector<T>& host) : OnDevice(host.size()) {
     check(cudaMemcpy(data_, host.data(), count_ * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
   }
@@ -252,7 +255,7 @@ void attention(benchmark::State& state, Shape s) {
 // 8192 tokens to random slots, or from the slots of one sequence.
 constexpr Shape kTokens{1, 8192, 8192, 8, 8, 128, 16};
 
-void write(benchmark::State& state) {
+void write_tokens(benchmark::State& state) {
   const Shape& s = kTokens;
   std::vector<int64_t> slots(s.seq_len);
   std::iota(slots.begin(), slots.end(), int64_t{0});
@@ -275,7 +278,7 @@ void write(benchmark::State& state) {
       [&] { check(cuda::backend().reshape_and_cache(p, kDevice), "reshape_and_cache"); });
 }
 
-void gather(benchmark::State& state) {
+void gather_tokens(benchmark::State& state) {
   const Shape& s = kTokens;
   const std::vector<uint16_t> rows = random_rows(s.cache_elements(), 4);
   const OnDevice<uint16_t> key_cache(rows), value_cache(rows), key(rows.size()), value(rows.size());
@@ -316,7 +319,7 @@ std::vector<int64_t> random_pairs(int64_t first_destination) {
   return mapping;
 }
 
-void copy(benchmark::State& state) {
+void copy_layers(benchmark::State& state) {
   const OnDevice<char> memory(2 * kPairs * kBlockBytes * kTensors);
   std::vector<BlockedBytes> tensors;
   for (int64_t i = 0; i < kTensors; ++i) tensors.push_back(blocks_at(memory.get() + i * 2 * kPairs * kBlockBytes));
@@ -326,10 +329,10 @@ void copy(benchmark::State& state) {
       [&] { check(cuda::backend().copy_blocks(p, kDevice), "copy_blocks"); });
 }
 
-void swap(benchmark::State& state, bool neighbours) {
+void swap_out(benchmark::State& state, bool neighbours) {
   const OnDevice<char> memory(kPairs * kBlockBytes);
   char* host = nullptr;
-  check(cudaMallocHost(&host, kPairs * kBlockBytes), "cudaMallocHost");
+  check(cudaMallocHost(reinterpret_cast<void**>(&host), kPairs * kBlockBytes), "cudaMallocHost");
   std::vector<int64_t> mapping = random_pairs(0);
   for (int64_t i = 0; neighbours && i < kPairs; ++i) mapping[2 * i] = i;
   const SwapBlocksParams p{kPairs, blocks_at(memory.get()), blocks_at(host), mapping.data()};
@@ -362,11 +365,11 @@ int main(int argc, char** argv) {
   add("decode/64x4096/heads:32:8/dim:128/block:16", attention, {64, 4096, 1, 32, 8, 128, 16});  // 1 GiB
   add("prefill/1x1024/heads:32:8/dim:128/block:16", attention, {1, 1024, 1024, 32, 8, 128, 16});
   add("chunk/256on4096/heads:32:8/dim:128/block:16", attention, {1, 4352, 256, 32, 8, 128, 16});
-  add("write/8192", write);
-  add("gather/8192", gather);
-  add("copy/64_blocks/32_layers", copy);
-  add("swap/64_blocks/neighbours", [](benchmark::State& state) { swap(state, true); });
-  add("swap/64_blocks/scattered", [](benchmark::State& state) { swap(state, false); });
+  add("write/8192", write_tokens);
+  add("gather/8192", gather_tokens);
+  add("copy/64_blocks/32_layers", copy_layers);
+  add("swap/64_blocks/neighbours", [](benchmark::State& state) { swap_out(state, true); });
+  add("swap/64_blocks/scattered", [](benchmark::State& state) { swap_out(state, false); });
 
   if (!only_list) {
     int count = 0;
