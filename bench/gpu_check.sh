@@ -6,7 +6,7 @@
 #
 # Needs python3 with torch (2.11 or later, CUDA 13), numpy, pybind11 and pytest, nvcc, cmake and ninja; no network. What
 # needs more (hypothesis, transformers, compute-sanitizer, Google Benchmark) is left out where that is missing, and the
-# table says so. Logs and figures are left in build/gpu_check, or in $OUT where that is set.
+# table says so. Logs and figures are left in build/gpu_check, or in $GPU_CHECK_LOGS.
 #
 # --rehearse goes through the same steps without a GPU: the build is real, the tests run on a pretended device, the
 # benchmarks in small sizes on the CPU.
@@ -14,7 +14,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive PIP_NO_INDEX=1
 python=${PYTHON:-python3}
-logs=${OUT:-build/gpu_check}
+logs=${GPU_CHECK_LOGS:-build/gpu_check}
 mkdir -p "$logs"
 rehearse=
 [ "${1:-}" = --rehearse ] && rehearse=yes
@@ -101,13 +101,19 @@ step "build for sm_${arch/./}" 400 "$python" setup.py --quiet build_ext --inplac
 backend=cuda
 [ -n "$rehearse" ] && backend=cuda_pretended && export PAGED_KV_TEST_PRETEND_CUDA=1
 names=() processes=()
-# tests NAME PYTEST_ARGUMENT...: in the background; collect waits for all of them
+# start NAME COMMAND...: in the background; collect waits for all of them
+start() {
+  local name=$1
+  shift
+  timeout --kill-after=10 300 "$@" > "$logs/${name// /_}.log" 2>&1 &
+  names+=("$name")
+  processes+=($!)
+}
+# tests NAME PYTEST_ARGUMENT...
 tests() {
   local name=$1
   shift
-  timeout --kill-after=10 300 "$python" -m pytest -q -p no:cacheprovider "$@" > "$logs/${name// /_}.log" 2>&1 &
-  names+=("$name")
-  processes+=($!)
+  start "$name" "$python" -m pytest -q -p no:cacheprovider "$@"
 }
 collect() {
   local i status log last from=$SECONDS
@@ -155,14 +161,12 @@ if (cd tests && "$python" -c 'import tiny_models') 2> /dev/null; then
 else
   left_out "engine" "needs transformers as pyproject.toml asks for"
 fi
-collect
 
-# ----------------------------------------------------------------------------------------------------------------------
 # compute-sanitizer, with memory that is not pooled, so that each tensor's end is an end
-
 sanitizer() {
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "compute-sanitizer $1" 150 compute-sanitizer --tool "$1" --error-exitcode 9 \
-    --kernel-name kns=paged_kv "$python" -m pytest -q -p no:cacheprovider tests/test_cuda_device.py -k "$2"
+  start "compute-sanitizer $1" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+    compute-sanitizer --tool "$1" --error-exitcode 9 --kernel-name kns=paged_kv \
+    "$python" -m pytest -q -p no:cacheprovider tests/test_cuda_device.py -k "$2"
 }
 if [ -n "$rehearse" ]; then
   left_out "compute-sanitizer" "needs a GPU"
@@ -174,6 +178,7 @@ else
   sanitizer memcheck "test_short"
   sanitizer racecheck "test_short_attention and (decode or mixed or broken)"
 fi
+collect
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Benchmarks, alone on the GPU
@@ -188,7 +193,7 @@ if [ $bench = OFF ]; then
 elif [ -n "$rehearse" ]; then
   step "C++ benchmarks" 60 build/$PAGED_KV_BUILD/bench/cpp/bench_cuda --benchmark_list_tests
 else
-  step "C++ benchmarks" 100 build/$PAGED_KV_BUILD/bench/cpp/bench_cuda --benchmark_min_time=0.1 \
+  step "C++ benchmarks" 100 build/$PAGED_KV_BUILD/bench/cpp/bench_cuda \
     --benchmark_out="$logs/bench_cuda.json" && cat "$logs/C++_benchmarks.log"
 fi
 finish

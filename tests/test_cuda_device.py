@@ -66,11 +66,19 @@ def arguments_of(call: str, arguments: dict) -> dict:
 
 
 @contextmanager
-def busy_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """`stream` is the current one, and its work so far takes long enough for the host to come far."""
+def busy_stream(warm_up: Callable[[], object]) -> Iterator[torch.cuda.Stream]:
+    """A stream that is the current one, and whose work so far takes long enough for the host to come far.
+
+    `warm_up` runs on it first: the first call of a kernel loads it, and the first allocation asks the driver, for which
+    they may wait.
+    """
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
+        warm_up()
+        torch.cuda.synchronize()
         torch.cuda._sleep(400_000_000)  # cycles
-        yield
+        yield stream
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -109,9 +117,7 @@ def test_no_call_waits_for_the_device(name: str) -> None:
     args = make_inputs(SHORT[name], "cuda").args
     out, lse = ops.paged_attention(**args)
     again, again_lse = torch.empty_like(out), torch.empty_like(lse)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with busy_stream(stream):
+    with busy_stream(lambda: ops.paged_attention(**args)) as stream:
         ops.paged_attention(**args, out=again, lse=again_lse)
         assert not stream.query(), "the call waited until the device was done"
     stream.synchronize()
@@ -124,11 +130,9 @@ WITHOUT_WAIT = ["reshape_and_cache", "reshape_and_cache_dynamic", "copy_blocks",
 
 @pytest.mark.parametrize("call", [*WITHOUT_WAIT, "merge_attention_states", "merge_attention_states out"])
 def test_no_other_op_waits_for_the_device(call: str) -> None:
-    arguments = arguments_of(call, VALID[call]())
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with busy_stream(stream):
-        getattr(ops, call.split()[0])(**arguments)
+    arguments, function = arguments_of(call, VALID[call]()), getattr(ops, call.split()[0])
+    with busy_stream(lambda: function(**arguments)) as stream:
+        function(**arguments)
         assert not stream.query(), "the call waited until the device was done"
     stream.synchronize()
 
@@ -139,9 +143,7 @@ def test_ops_run_on_the_current_stream() -> None:
     args = make_inputs(case, "cuda").args
     expected, _ = ops.paged_attention(**args)
     query = torch.zeros_like(args["query"])
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with busy_stream(stream):
+    with busy_stream(lambda: ops.paged_attention(**args)) as stream:
         query.copy_(args["query"])
         out, _ = ops.paged_attention(**args | {"query": query})
     stream.synchronize()
@@ -171,9 +173,8 @@ def test_swap_to_pinned_memory_is_asynchronous_both_ways() -> None:
     back = torch.zeros_like(cache)
     order = torch.randperm(64)[:40]
     out = torch.stack([order, torch.arange(40)], 1)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with busy_stream(stream):
+    with busy_stream(lambda: ops.swap_blocks(cache, host, out)) as stream:
+        host.zero_()
         ops.swap_blocks(cache, host, out)
         ops.swap_blocks(host, back, out.flip(1).contiguous())
         assert not stream.query(), "swap_blocks waited for the copy"

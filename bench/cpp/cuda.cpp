@@ -25,6 +25,7 @@ namespace {
 
 using namespace paged_kv;
 
+constexpr int kIterations = 50;  // fixed, so that Google Benchmark makes a benchmark's inputs once
 constexpr int64_t kGiB = int64_t{1} << 30;
 double copy_rate = 0;  // bytes a second
 
@@ -343,11 +344,15 @@ void swap_out(benchmark::State& state, bool neighbours) {
 void add(const std::string& name, void (*body)(benchmark::State&, Shape), Shape shape) {
   benchmark::RegisterBenchmark(name.c_str(), [body, shape](benchmark::State& state) { body(state, shape); })
       ->UseManualTime()
+      ->Iterations(kIterations)
       ->Unit(benchmark::kMicrosecond);
 }
 
 void add(const std::string& name, const std::function<void(benchmark::State&)>& body) {
-  benchmark::RegisterBenchmark(name.c_str(), body)->UseManualTime()->Unit(benchmark::kMicrosecond);
+  benchmark::RegisterBenchmark(name.c_str(), body)
+      ->UseManualTime()
+      ->Iterations(kIterations)
+      ->Unit(benchmark::kMicrosecond);
 }
 
 }  // namespace
