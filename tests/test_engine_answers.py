@@ -371,3 +371,20 @@ def test_quantised_caches_answer_from_their_blocks(model, prompts, dtype):
     assert llm.metrics.cached_tokens > 0
     assert llm.cache_use.bytes_per_token == 3 * 2 * 2 * (16 + 4)  # a byte for an element, a scale for a head
     assert_whole(llm)
+
+
+def test_the_models_forward_compiles_in_one_graph_and_soon_not_again(model, prompts, expected):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    llm = new_llm(model)
+    llm.model.compile(backend=count)  # what inductor makes of the graph is its own affair
+    assert tokens(llm.generate(prompts, GREEDY)) == expected
+    seen = len(graphs)
+    assert 0 < seen < 8
+    others = random_prompts([5, 9, 3, 2, 6])
+    assert tokens(llm.generate(others, GREEDY)) == own_answers(model, others, 10)
+    assert len(graphs) == seen

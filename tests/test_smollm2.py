@@ -1,11 +1,14 @@
 """A real model: SmolLM2-135M-Instruct, out of blocks and batched, says what it says by itself."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_models import own_answers
 
 from paged_kv import LLM, SamplingParams
 from paged_kv.engine.loading import default_model, load
+from paged_kv.engine.quality import perplexity
 
 # Two threads gain little on so small a model, and lose much where tests run side by side.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,3 +54,12 @@ def test_a_chat_prompt_is_answered_and_ends_by_itself(loaded):
     output = llm.generate([ids], SamplingParams(max_tokens=40))[0]
     assert output.text == "The capital of France is Paris."
     assert output.finish_reason == "stop"
+
+
+def test_quantised_caches_cost_little_perplexity(loaded):
+    model, tokenizer = loaded
+    ids = tokenizer((Path(__file__).parent / "data/alice.txt").read_text()).input_ids[:400]
+    exact = perplexity(model, ids)
+    assert 2 < exact < 40
+    for dtype, limit in ((torch.int8, 0.01), (torch.float8_e4m3fn, 0.03), (torch.float8_e5m2, 0.1)):
+        assert abs(perplexity(model, ids, cache_dtype=dtype) / exact - 1) < limit

@@ -83,6 +83,7 @@ class LLM:
         num_blocks, memory: size of the pool, in blocks or in bytes; 1 GiB where neither is given.
         num_host_blocks: blocks on the host that preempted requests are swapped to; without room there, they
             are computed again.
+        compile: let torch compile the model's forward; the first steps take a minute or more then.
         prefix_cache: let prompts start with what earlier requests computed for the same beginning.
         max_model_len, max_batch_tokens, max_num_seqs: see Engine.
 
@@ -107,6 +108,7 @@ class LLM:
         num_blocks: int | None = None,
         memory: int | None = None,
         num_host_blocks: int = 0,
+        compile: bool = False,
         prefix_cache: bool = True,
         max_model_len: int | None = None,
         max_batch_tokens: int = 512,
@@ -119,6 +121,8 @@ class LLM:
             raise ValueError(f"dtype: only for a path, a loaded model has its own ({model.dtype})")
         self.tokenizer = tokenizer
         self.model = PagedModel(model)
+        if compile:
+            self.model.compile()
         if num_blocks is None and memory is None:
             memory = DEFAULT_MEMORY
         cache = self.model.new_cache(block_size, num_blocks=num_blocks, memory=memory, dtype=cache_dtype)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class PagedModel:
         if model.training:
             raise ValueError("model: expected eval mode, got training mode: call model.eval() first")
         self.model = model
+        self._call = model
         self.config = model.config.get_text_config(decoder=True)
         self._configs = list(_with_sub_configs(model.config))
         self._slices_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -100,6 +101,13 @@ class PagedModel:
             device=self.device,
         )
 
+    def compile(self, **options: Any) -> None:  # noqa: ANN401
+        """Has torch compile the model's forward, in one graph for batches of all sizes, at its next calls.
+
+        options: of `torch.compile`, such as its `mode`.
+        """
+        self._call = torch.compile(self.model, **{"dynamic": True, "fullgraph": True, **options})
+
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, position_ids: Tensor, batch: PagedBatch, rows: Tensor) -> Tensor:
         """Computes packed tokens and stores their keys and values.
@@ -130,7 +138,7 @@ class PagedModel:
         # A mask of ones says that there is no padding; without it transformers guesses at packed sequences.
         ones = torch.ones_like(input_ids[None])
         with self._looking_up(attention):
-            return self.model(
+            return self._call(
                 input_ids=input_ids[None], attention_mask=ones, use_cache=False, paged_batch=batch, **kwargs
             ).logits[0]
 
