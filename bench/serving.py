@@ -12,7 +12,8 @@ overhead  what of a step is not the model's forward, with 64 running requests.
 drafts    a text that repeats what it reads, with and without guesses.
 quality   perplexity of a text over quantised caches.
 
-The trace's lengths are divided by SCALE, and so is the context; prompts longer than the model takes are scaled to fit. float32: without AMX or AVX-512, a CPU computes bfloat16 more slowly.
+The trace's lengths are divided by SCALE, and so is the context; prompts longer than the model takes are scaled to fit.
+float32: without AMX or AVX-512, a CPU computes bfloat16 more slowly.
 """
 
 import argparse
