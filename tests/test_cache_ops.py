@@ -6,8 +6,9 @@ between strided rows, in other blocks and beside them must stay as it was. What 
 
 import itertools
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from math import ceil, inf, nan
+from math import ceil, inf, nan, prod
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cases import FLOATS, LARGEST, QUANTISED, UNUSED_TABLE_IDS, cache_views, row
 from compare import assert_same_bits
 from torch import Tensor
 
+import paged_kv
 from paged_kv import reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -432,6 +434,56 @@ def test_enough_work_for_many_threads(backend, layout, dtype):
             if scales:
                 rows = reference.quantise(rows, dtype, scales[f"{name}_scale"][:, None])
             assert_same_bits(result, rows, f"{name}, blocks from {offset}")
+
+
+@pytest.fixture(params=paged_kv.build_info().isas_supported)
+def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each instruction set of the CPU's kernels in turn."""
+    before = paged_kv.build_info().isa
+    paged_kv.set_isa(request.param)
+    yield
+    paged_kv.set_isa(before)
+
+
+@pytest.mark.parametrize("order", ("NHBD", "NBHD"))
+@pytest.mark.parametrize("head_dim, offset", ((64, 0), (64, 4), (44, 0)))
+def test_more_than_caches_hold(isa, order, head_dim, offset):
+    """From 16 MiB on the CPU's kernels store past its caches, where rows and blocks are whole cache lines."""
+    torch.set_num_threads(2)
+    generator = torch.Generator().manual_seed(11)
+    num_heads, block_size, num_blocks = 8, 16, 18_000 // head_dim
+    num_tokens = num_blocks * block_size - 5
+    assert 2 * num_tokens * num_heads * head_dim * 4 > 16 << 20
+    sizes = {"N": 2 * num_blocks, "H": num_heads, "B": block_size, "D": head_dim}
+
+    def cache() -> Tensor:  # [2 * num_blocks, num_heads, block_size, head_dim]
+        flat = torch.full((prod(sizes.values()) + 64,), nan)
+        first = -(flat.data_ptr() // 4) % 16 + offset  # `offset` elements into a cache line
+        ordered = flat[first:][: prod(sizes.values())].view([sizes[name] for name in order])
+        return ordered.permute([order.index(name) for name in "NHBD"])
+
+    storages = {name: cache() for name in ("key", "value", "swapped")}
+    expected = twins(storages)
+    slots = torch.randperm(num_blocks, generator=generator)[:, None] * block_size + torch.arange(block_size)
+    slots = slots.flatten()[:num_tokens]
+    rows = torch.randn(2, num_tokens, num_heads, head_dim, generator=generator)
+
+    paged_kv.ops.reshape_and_cache(*rows, storages["key"], storages["value"], slots)
+    mapping = torch.stack([torch.arange(num_blocks), torch.randperm(num_blocks, generator=generator)], dim=1)
+    away = mapping + torch.tensor([0, num_blocks])
+    paged_kv.ops.copy_blocks([storages["key"]], [storages["value"]], away)
+    paged_kv.ops.swap_blocks(storages["value"], storages["swapped"], away)
+    for name, tensor in zip(("key", "value"), rows, strict=True):
+        expected[name][slots // block_size, :, slots % block_size] = tensor
+        expected[name][away[:, 1]] = expected[name][away[:, 0]]
+    expected["swapped"][away[:, 1]] = expected["value"][away[:, 0]]
+    assert_same_storages(storages, expected)
+
+    tables = (slots[::block_size] // block_size).int()[None]
+    lens = torch.tensor([num_tokens], dtype=torch.int32)
+    gathered = paged_kv.ops.gather_kv(storages["key"], storages["value"], tables, lens)
+    for result, tensor in zip(gathered, rows, strict=True):
+        assert_same_bits(result, tensor, "gather_kv")
 
 
 def far_apart(num_blocks: int, num_heads: int, num_slots: int, far: str, device: str) -> Tensor:

@@ -3,11 +3,11 @@
 // contiguous: all of it in an NHD cache, each head's part of it in a head-major one. Keys and values are two sides of
 // the same work.
 #include <algorithm>
-#include <cstring>
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
+#include "cpu/streaming.h"
 #include "dispatch.h"
 
 namespace paged_kv::cpu::PAGED_KV_ISA {
@@ -39,14 +39,20 @@ Rows rows_of(const CacheView& view, const Run& run) {
           view.stride_slot * size, view.stride_head * size};
 }
 
-// Calls body(from, to, token in run, head) for each row of a run; the inner loop takes the steps that are short.
+// Which of a run's two loops is the outer one, so that one end is walked as it lies in memory: the packed rows, which
+// are the long stream that the machine then fetches ahead, while the cache's end is one block. On Zen 4 that wrote
+// 1,024 tokens to an HND cache at 64 GB/s, with heads outside at 43. But where stores go past the caches, what is read.
+bool tokens_outside(const Rows& walked) { return walked.stride_head <= walked.stride_token; }
+
+// Calls body(from, to, token in run, head) for each row of a run.
 template <typename From, typename To, typename Body>
-void for_each_row(const Rows& from, const Rows& to, int64_t count, int64_t num_heads, const Body& body) {
+void for_each_row(const Rows& from, const Rows& to, const Rows& walked, int64_t count, int64_t num_heads,
+                  const Body& body) {
   auto row = [&](int64_t i, int64_t head) {
     body(reinterpret_cast<const From*>(from.data + i * from.stride_token + head * from.stride_head),
          reinterpret_cast<To*>(to.data + i * to.stride_token + head * to.stride_head), i, head);
   };
-  if (from.stride_head + to.stride_head < from.stride_token + to.stride_token) {
+  if (tokens_outside(walked)) {
     for (int64_t i = 0; i < count; ++i) {
       for (int64_t head = 0; head < num_heads; ++head) row(i, head);
     }
@@ -57,7 +63,9 @@ void for_each_row(const Rows& from, const Rows& to, int64_t count, int64_t num_h
   }
 }
 
-void copy_rows(const Rows& from, const Rows& to, int64_t count, int64_t num_heads, int64_t row_bytes) {
+template <bool kStream>
+void copy_rows(const Rows& from, const Rows& to, const Rows& packed, int64_t count, int64_t num_heads,
+               int64_t row_bytes) {
   if (from.stride_head == row_bytes && to.stride_head == row_bytes) {  // a token's heads are one row
     row_bytes *= num_heads;
     num_heads = 1;
@@ -66,9 +74,10 @@ void copy_rows(const Rows& from, const Rows& to, int64_t count, int64_t num_head
     row_bytes *= count;
     count = 1;
   }
-  for_each_row<char, char>(from, to, count, num_heads, [&](const char* source, char* destination, int64_t, int64_t) {
-    std::memcpy(destination, source, row_bytes);
-  });
+  for_each_row<char, char>(from, to, kStream ? from : packed, count, num_heads,
+                           [&](const char* source, char* destination, int64_t, int64_t) {
+                             copy_bytes<kStream>(destination, source, row_bytes);
+                           });
 }
 
 // The scale of a row of a run; null data means 1.
@@ -117,29 +126,31 @@ float dynamic_scale(const From* row, int64_t head_dim) {
 
 using Store = void (*)(const ReshapeAndCacheParams&, const RowsView&, const CacheView&, const ScaleView&, const Run&);
 
+template <bool kStream>
 void store_copy(const ReshapeAndCacheParams& p, const RowsView& rows, const CacheView& cache, const ScaleView&,
                 const Run& run) {
-  copy_rows(rows_of(rows, run), rows_of(cache, run), run.count, p.num_kv_heads, p.head_dim * element_size(cache.dtype));
+  const Rows from = rows_of(rows, run), to = rows_of(cache, run);
+  copy_rows<kStream>(from, to, from, run.count, p.num_kv_heads, p.head_dim * element_size(cache.dtype));
 }
 
 template <typename From, typename To>
 void store_quantised(const ReshapeAndCacheParams& p, const RowsView& rows, const CacheView& cache,
                      const ScaleView& scale_view, const Run& run) {
   const RunScale scales(scale_view, run);
-  for_each_row<From, To>(rows_of(rows, run), rows_of(cache, run), run.count, p.num_kv_heads,
-                         [&](const From* source, To* destination, int64_t i, int64_t head) {
-                           if (p.dynamic) scales.store(i, head, dynamic_scale<To>(source, p.head_dim));
-                           const float scale = scales.load(i, head);
-                           // A true division: the product with a reciprocal would round differently.
-                           for_each_vector(p.head_dim, [&](int64_t d, int count) {
-                             store(destination + d, load(source + d, count) / scale, count);
-                           });
-                         });
+  const Rows from = rows_of(rows, run), to = rows_of(cache, run);
+  for_each_row<From, To>(
+      from, to, from, run.count, p.num_kv_heads, [&](const From* source, To* destination, int64_t i, int64_t head) {
+        if (p.dynamic) scales.store(i, head, dynamic_scale<To>(source, p.head_dim));
+        const float scale = scales.load(i, head);
+        // A true division: the product with a reciprocal would round differently.
+        for_each_vector(p.head_dim,
+                        [&](int64_t d, int count) { store(destination + d, load(source + d, count) / scale, count); });
+      });
 }
 
-Error pick_store(DType rows, DType cache, Store* store) {
+Error pick_store(DType rows, DType cache, bool stream, Store* store) {
   if (rows == cache) {
-    *store = store_copy;
+    *store = stream ? store_copy<true> : store_copy<false>;
     return nullptr;
   }
   return dispatch_float(rows, [&](auto from) {
@@ -171,27 +182,29 @@ void for_each_slot_run(const ReshapeAndCacheParams& p, int64_t begin, int64_t en
 
 using Load = void (*)(const GatherKvParams&, const CacheView&, const ScaleView&, const RowsView&, const Run&);
 
+template <bool kStream>
 void load_copy(const GatherKvParams& p, const CacheView& cache, const ScaleView&, const RowsView& rows,
                const Run& run) {
-  copy_rows(rows_of(cache, run), rows_of(rows, run), run.count, p.num_kv_heads, p.head_dim * element_size(cache.dtype));
+  const Rows from = rows_of(cache, run), to = rows_of(rows, run);
+  copy_rows<kStream>(from, to, to, run.count, p.num_kv_heads, p.head_dim * element_size(cache.dtype));
 }
 
 template <typename From>
 void load_dequantised(const GatherKvParams& p, const CacheView& cache, const ScaleView& scale_view,
                       const RowsView& rows, const Run& run) {
   const RunScale scales(scale_view, run);
-  for_each_row<From, float>(rows_of(cache, run), rows_of(rows, run), run.count, p.num_kv_heads,
-                            [&](const From* source, float* destination, int64_t i, int64_t head) {
-                              const float scale = scales.load(i, head);
-                              for_each_vector(p.head_dim, [&](int64_t d, int count) {
-                                store(destination + d, load(source + d, count) * scale, count);
-                              });
-                            });
+  const Rows from = rows_of(cache, run), to = rows_of(rows, run);
+  for_each_row<From, float>(
+      from, to, to, run.count, p.num_kv_heads, [&](const From* source, float* destination, int64_t i, int64_t head) {
+        const float scale = scales.load(i, head);
+        for_each_vector(p.head_dim,
+                        [&](int64_t d, int count) { store(destination + d, load(source + d, count) * scale, count); });
+      });
 }
 
-Error pick_load(DType cache, bool dequantise, Load* load) {
+Error pick_load(DType cache, bool dequantise, bool stream, Load* load) {
   if (!dequantise) {
-    *load = load_copy;
+    *load = stream ? load_copy<true> : load_copy<false>;
     return nullptr;
   }
   return dispatch_quantised(cache, [&](auto from) -> Error {
@@ -219,30 +232,39 @@ int64_t grain(int64_t num_kv_heads, int64_t head_dim, DType dtype) {
   return std::max<int64_t>(1, kGrainBytes / (2 * num_kv_heads * head_dim * element_size(dtype)));
 }
 
+// Whether a call writes more keys and values than the caches hold.
+bool is_large(int64_t num_tokens, int64_t num_kv_heads, int64_t head_dim, DType written) {
+  return exceeds_caches(2 * num_tokens * num_kv_heads * head_dim * element_size(written));
+}
+
 }  // namespace
 
 Error reshape_and_cache(const ReshapeAndCacheParams& p, const Context& context) {
+  const bool stream = is_large(p.num_tokens, p.num_kv_heads, p.head_dim, p.key_cache.dtype);
   Store store_key, store_value;
-  if (Error error = pick_store(p.key.dtype, p.key_cache.dtype, &store_key)) return error;
-  if (Error error = pick_store(p.value.dtype, p.value_cache.dtype, &store_value)) return error;
+  if (Error error = pick_store(p.key.dtype, p.key_cache.dtype, stream, &store_key)) return error;
+  if (Error error = pick_store(p.value.dtype, p.value_cache.dtype, stream, &store_value)) return error;
   parallel_for(context, p.num_tokens, grain(p.num_kv_heads, p.head_dim, p.key.dtype), [&](int64_t begin, int64_t end) {
     for_each_slot_run(p, begin, end, [&](const Run& run) {
       store_key(p, p.key, p.key_cache, p.k_scale, run);
       store_value(p, p.value, p.value_cache, p.v_scale, run);
     });
+    finish_streaming();
   });
   return nullptr;
 }
 
 Error gather_kv(const GatherKvParams& p, const Context& context) {
+  const bool stream = is_large(p.num_tokens, p.num_kv_heads, p.head_dim, p.key.dtype);
   Load load_key, load_value;
-  if (Error error = pick_load(p.key_cache.dtype, p.dequantise, &load_key)) return error;
-  if (Error error = pick_load(p.value_cache.dtype, p.dequantise, &load_value)) return error;
+  if (Error error = pick_load(p.key_cache.dtype, p.dequantise, stream, &load_key)) return error;
+  if (Error error = pick_load(p.value_cache.dtype, p.dequantise, stream, &load_value)) return error;
   parallel_for(context, p.num_tokens, grain(p.num_kv_heads, p.head_dim, p.key.dtype), [&](int64_t begin, int64_t end) {
     for_each_table_run(p, begin, end, [&](const Run& run) {
       load_key(p, p.key_cache, p.k_scale, p.key, run);
       load_value(p, p.value_cache, p.v_scale, p.value, run);
     });
+    finish_streaming();
   });
   return nullptr;
 }
