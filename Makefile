@@ -2,6 +2,7 @@
 #   make demo    answers a few prompts with a real model        make lint    checks layout and house rules
 #   make test    builds and runs the tests                      make bench   runs the benchmarks, vLLM beside them
 #   make fuzz    walks over the block manager's calls for long
+#   make bench-cpp    runs the C++ microbenchmarks of the kernels
 #   make cuda-check   compiles the CUDA kernels for real architectures and reads the machine code; no GPU needed
 #   make cuda-build   builds the extension with CUDA beside torch's CUDA build, and tests what needs no GPU of it
 #   make test-cuda    of the tests, those on the CUDA kernels, which run on the CPU; no GPU needed
@@ -24,7 +25,7 @@ CUDA_HEADERS := $(abspath $(VENV))/cuda-headers
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: demo test test-cuda fuzz lint bench build clean cuda-check cuda-build cuda-traffic cuda-faults sanitize
+.PHONY: demo test test-cuda fuzz lint bench bench-cpp build clean cuda-check cuda-build cuda-traffic cuda-faults sanitize
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -109,6 +110,17 @@ cuda-build: $(CUDA_VENV)/installed
 # make bench PEER= leaves the peer out.
 bench: $(VENV)/built $(VENV)/bench-tools $(PEER:%=%/installed)
 	$(BIN)/python -m bench
+
+# The kernels without Python; BENCH_CPP_ARGS="--benchmark_filter=decode --benchmark_out=figures.json". Google Benchmark is
+# Debian's where there is apt, else CMake has to find one.
+BENCH_CPP := build/bench-cpp
+bench-cpp: $(VENV)/dependencies
+	ls /usr/lib/*/cmake/benchmark > /dev/null 2>&1 || ! command -v apt-get || \
+		$$(test $$(id -u) = 0 || echo sudo) apt-get install --yes --quiet libbenchmark-dev
+	$(BIN)/cmake -S . -B $(BENCH_CPP) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPYTHON=$(CURDIR)/$(BIN)/python \
+		-DPAGED_KV_BENCH=ON
+	$(BIN)/cmake --build $(BENCH_CPP) --target bench_cpu
+	$(BENCH_CPP)/bench/cpp/bench_cpu $(BENCH_CPP_ARGS)
 
 lint: $(VENV)/lint-tools
 	$(BIN)/ruff check .
