@@ -19,7 +19,6 @@ class Block:
     holders: int = 1
     content: tuple | None = None  # (group, text) under which the cache finds it
     is_free: bool = False
-    version: int = 0  # changes when its content is given up
     filled: int = 0  # of a host block: tokens that it has for certain
 
 
@@ -54,7 +53,7 @@ class Model:
         self.host: dict = {}
         self.preempted: set = set()
         self.pins: dict = {}
-        self.twins: list[tuple[Block, int, Block]] = []  # (device block, its version, host block)
+        self.twins: list[tuple[Block, Block]] = []  # (device block, host block)
         self.count = asdict(Counters())
 
     # Blocks
@@ -229,7 +228,7 @@ class Model:
             offset = len(seq.tokens) % self.size
             if tokens and offset:  # a host block with more tokens keeps what is overwritten here
                 written = [blocks[len(seq.tokens) // self.size] for blocks in seq.blocks]
-                self.twins = [(d, v, h) for d, v, h in self.twins if d not in written or h.filled <= offset]
+                self.twins = [(d, h) for d, h in self.twins if d not in written or h.filled <= offset]
             if any(not isinstance(token, int) for token in tokens):
                 seq.known = min(seq.known, len(seq.tokens))
             seq.tokens += tokens
@@ -298,11 +297,6 @@ class Model:
             )
             if not 0 <= length <= len(seq.tokens) or not holds:
                 raise errors.RollbackError(seq_id, length, 0, 0)
-        for seq_id, length in seq_lens.items():
-            seq = self.device[seq_id]
-            if length < len(seq.tokens) and length % self.size:
-                for blocks in seq.blocks:
-                    blocks[length // self.size].version += 1
         for seq_id, length in seq_lens.items():
             seq = self.device[seq_id]
             self.drop_from(seq, self.ceil(length))
@@ -398,8 +392,8 @@ class Model:
 
     def twin_of(self, block):
         """The host block with the device block's content, or the other way round."""
-        for device, version, host in self.twins:
-            alive = host.holders and not device.is_free and device.version == version
+        for device, host in self.twins:
+            alive = host.holders and not device.is_free
             if block is device and alive:
                 return host
             if block is host:
@@ -427,8 +421,8 @@ class Model:
         for block in missing:
             twins[block] = Block(holders=0, filled=distinct[block])
             self.host_free -= 1
-            self.twins = [(d, v, h) for d, v, h in self.twins if d is not block]
-            self.twins.append((block, block.version, twins[block]))
+            self.twins = [(d, h) for d, h in self.twins if d is not block]
+            self.twins.append((block, twins[block]))
         for seq_id, seq in copies.items():
             self.drop_from(self.device.pop(seq_id), 0)
             seq.blocks = [[block and twins[block] for block in blocks] for blocks in seq.blocks]
@@ -492,8 +486,8 @@ class Model:
                     self.hold(block)
             self.device[seq_id] = seq
         for block, there in pairs:
-            self.twins = [(d, v, h) for d, v, h in self.twins if h is not block]
-            self.twins.append((there, there.version, block))
+            self.twins = [(d, h) for d, h in self.twins if h is not block]
+            self.twins.append((there, block))
         for block in (*held, *(there for _, there in pairs)):
             self.drop(block)
         self.count["swapped_in"] += len(pairs)

@@ -159,19 +159,12 @@ def test_digests_are_equal_in_every_process_and_tell_caches_apart():
     assert chain.root_digest("model", 8, ()) != chain.root_digest("model", 4, ())
 
 
-class WeakHash:
-    """Every block has the same digest."""
-
-    def __init__(self, data):
-        self.data = data
-
-    def digest(self):
-        return b"same" * 8
-
-
-def test_a_hit_is_verified_against_the_tokens(monkeypatch):
-    monkeypatch.setattr(chain, "sha256", WeakHash)
-    m = manager()
+@pytest.mark.parametrize("windows", [(None,), (6,)])
+def test_a_hit_is_verified_against_the_tokens(monkeypatch, windows):
+    monkeypatch.setattr(
+        chain, "hash_blocks", lambda parent, tokens, start, count, size: [b"same" * 8] * count
+    )
+    m = manager(windows=windows)
     m.admit("a", TOKENS[:4])
     m.append(["a"], [TOKENS[:4]])
     m.commit(["a"])

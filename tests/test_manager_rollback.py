@@ -65,6 +65,9 @@ def test_lookahead_over_several_blocks_survives_until_rollback():
     assert m.stats().num_used_blocks == 4
     m.rollback(["a"], [4])
     assert m.stats().num_used_blocks == 1
+    m.append(["a"], [[5]], lookahead=9)
+    m.rollback(["a"], [5])  # takes nothing back but the lookahead
+    assert m.stats().num_used_blocks == 2
     with pytest.raises(ValueError, match="at least 0, not -1"):
         m.append(["a"], [[1]], lookahead=-1)
 

@@ -64,6 +64,21 @@ def test_a_block_that_was_written_to_since_its_twin_left_is_copied_again(tokens)
     m.check()
 
 
+def test_what_a_rollback_takes_back_stays_shared_until_it_is_written_over():
+    m = opened()
+    m.fork("a", "b")
+    m.swap_out(["a"])
+    m.rollback(["b"], [9])
+    assert m.swap_in(["a"]) == []
+    left = dict(m.swap_out(["a"]))
+    last = int(m.block_tables(["b"])[0, 2])
+    assert m.append(["b"], [[77]]).slot_mapping.tolist() == [last * 4 + 1]
+    assert [source for source, _ in m.swap_in(["a"])] == [left[last]]
+    assert m.block_tables(["a"])[0, :2].tolist() == m.block_tables(["b"])[0, :2].tolist()
+    assert m.block_tables(["a"])[0, 2] != last
+    m.check()
+
+
 def test_a_shorter_sequence_writes_over_what_a_longer_one_that_left_had_there():
     m = opened()
     m.fork("a", "b")

@@ -326,12 +326,7 @@ class PagedKVCacheManager:
         tables.room[rows] = 0
         num_blocks = -(-lengths // size)
         for i in np.flatnonzero(lengths < highest).tolist():
-            row, length = int(rows[i]), int(lengths[i])
-            del tables.chains[row].digests[length // size :]
-            if length % size:
-                # What is written there next is other content: to twins on the host the block is another one.
-                for block in tables.blocks[:, row, length // size].tolist():
-                    self._pool.generation[block] += 1
+            del tables.chains[int(rows[i])].digests[int(lengths[i]) // size :]
         for i in np.flatnonzero(num_blocks < tables.num_blocks[rows]).tolist():
             self._drop(seq_ids[i], int(rows[i]), int(num_blocks[i]))
         tables.seq_len[rows] = lengths
