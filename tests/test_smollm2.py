@@ -56,6 +56,23 @@ def test_a_chat_prompt_is_answered_and_ends_by_itself(loaded):
     assert output.finish_reason == "stop"
 
 
+def test_a_chat_reuses_its_history(loaded):
+    model, tokenizer = loaded
+    llm = LLM(model, tokenizer=tokenizer, num_blocks=32)
+    chat, cached = [], []
+    for question in ("What is the capital of France?", "And of Italy?"):
+        chat.append({"role": "user", "content": question})
+        output = llm.generate([llm.encode(chat)], SamplingParams(max_tokens=12))[0]
+        cold = LLM(model, tokenizer=tokenizer, num_blocks=32, prefix_cache=False)
+        assert (
+            output.token_ids == cold.generate([llm.encode(chat)], SamplingParams(max_tokens=12))[0].token_ids
+        )
+        chat.append({"role": "assistant", "content": output.text})
+        cached.append(output.num_cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] >= len(llm.encode(chat[:1])) // 16 * 16
+
+
 def test_quantised_caches_cost_little_perplexity(loaded):
     model, tokenizer = loaded
     ids = tokenizer((Path(__file__).parent / "data/alice.txt").read_text()).input_ids[:400]

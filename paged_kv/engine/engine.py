@@ -189,7 +189,7 @@ class Engine:
             self._scheduler.requeue_all()
             raise
         self._call_back(changed)
-        self._note(step, (started, scheduled, computed, time.perf_counter()))
+        self._note(step, started, scheduled, computed)
         return changed
 
     def abort(self, request: Request) -> None:
@@ -358,14 +358,14 @@ class Engine:
         sequence.last_token_at = now
         metrics.new_tokens += 1
 
-    def _note(self, step: ScheduledStep, times: tuple[float, float, float, float]) -> None:
+    def _note(self, step: ScheduledStep, started: float, scheduled: float, computed: float) -> None:
         metrics, scheduler, stats = self.metrics, self._scheduler, self.manager.stats()
-        started, scheduled, computed, ended = times
         for work in step.work:
             if work.request.started_at is None:
                 work.request.started_at = scheduled
                 metrics.queue_time.observe(scheduled - work.request.arrived_at)
         preempted = scheduler.num_preemptions - metrics.recomputed - metrics.swapped
+        ended = time.perf_counter()
         metrics.num_steps += 1
         metrics.step_seconds += ended - started
         metrics.model_seconds += computed - scheduled

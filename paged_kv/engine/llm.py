@@ -127,7 +127,11 @@ class LLM:
             memory = DEFAULT_MEMORY
         cache = self.model.new_cache(block_size, num_blocks=num_blocks, memory=memory, dtype=cache_dtype)
         manager = PagedKVCacheManager(
-            cache.num_blocks, block_size, prefix_cache=prefix_cache, num_host_blocks=num_host_blocks
+            cache.num_blocks,
+            block_size,
+            prefix_cache=prefix_cache,
+            identity=f"{self.model.config.name_or_path} {self.model.layers[0].dtype} {cache.dtype}",
+            num_host_blocks=num_host_blocks,
         )
         self.engine = Engine(
             self.model,
