@@ -102,7 +102,7 @@ $(CUDA_VENV)/installed: $(CUDA_VENV)/torch $(NATIVE) $(shell find paged_kv -name
 	touch $@
 
 cuda-build: $(CUDA_VENV)/installed
-	cd tests && ../$(CUDA_VENV)/bin/python -c 'import paged_kv; print(paged_kv.build_info())'
+	cd tests && $(abspath $(CUDA_VENV))/bin/python -c 'import paged_kv; print(paged_kv.build_info())'
 	$(CUDA_VENV)/bin/pytest tests/test_cuda_build.py tests/test_op_compile.py tests/test_op_errors.py $(PYTEST_ARGS)
 	PAGED_KV_TEST_PRETEND_CUDA=1 $(CUDA_VENV)/bin/pytest -k cuda_pretended tests/test_merge.py tests/test_cache_ops.py \
 		tests/test_determinism.py tests/test_attention.py $(PYTEST_ARGS)
