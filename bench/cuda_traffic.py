@@ -10,7 +10,8 @@ this prints, for paged_attention's main kernel:
   mostly from the L2 cache), so there the figure tells how many rows share a read.
 - sectors: of the 32-byte sectors that K/V reads touch, the share of bytes that was asked for.
 - conflicts: passes over the banks of shared memory beyond those that the accesses would need without conflicts, for
-  each access of a warp.
+  each access of a warp. Some are of this build alone: g++ stores a pair of floats as two words, which meet in a bank
+  where nvcc's one 64-bit store does not.
 - other: all other sectors of global memory, read or written by it and by the merge kernel, over K/V bytes needed: block
   tables (a sector of them, each time that a warp looks one up), queries, partial and final results.
 - warp instructions: products on tensor cores and the loads of their operands, shuffles, votes.
