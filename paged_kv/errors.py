@@ -125,7 +125,7 @@ class SharedBlockError(UsageError):
 
     def __init__(self, seq_id: Hashable, block: int) -> None:
         super().__init__(
-            f"sequence {seq_id!r}: its next token lies in block {block}, which others hold too;"
+            f"sequence {seq_id!r}: its next token lies in block {block}, which others hold or the prefix cache finds;"
             " use append, which reports the block copy"
         )
         self.seq_id = seq_id

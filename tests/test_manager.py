@@ -131,6 +131,23 @@ def test_allocate_token_slot_counts_up():
     m.check()
 
 
+def test_allocate_token_slot_never_hides_a_copy():
+    m = PagedKVCacheManager(4, 4)
+    m.admit("a", [1] * 8)
+    m.append(["a"], [[1] * 8])
+    m.commit(["a"])
+    m.rollback(["a"], [6])  # the cache still finds the second block, whole
+    with pytest.raises(SharedBlockError, match="block 1, which others hold or the prefix cache finds"):
+        m.allocate_token_slot("a", 7)
+    assert (m.seq_len("a"), m.stats().counters.copied) == (6, 0)
+    m.admit("b", 8)
+    m.append(["b"], [8])
+    assert m.num_available_blocks == 0
+    assert m.allocate_token_slot("a", 7) == 1  # written in place, as there is no block for a copy
+    assert m.stats().counters.copied == 0
+    m.check()
+
+
 def test_blocks_come_in_runs_even_when_sequences_grow_in_turn():
     m = PagedKVCacheManager(256, 4)
     for seq_id in "abcd":

@@ -349,9 +349,13 @@ class PagedKVCacheManager:
         if opened and not self.admit(seq_id, 1).admitted:
             raise OutOfBlocksError(len(self.windows), self._pool.num_available)
         if current_seq_len == seq_len + 1:
-            if seq_len % size and (copies := self._growth.plan_copies([tables.row(seq_id)])[0]):
-                group, row, place = copies[0]
-                raise SharedBlockError(seq_id, int(tables.blocks[group, row, place]))
+            if seq_len % size:
+                self.expire_pins()  # as append will, so that it finds what is found here
+                shared, cached = self._growth.plan_copies([tables.row(seq_id)])
+                if len(cached) > self._pool.num_available:
+                    cached = []  # the append would write in place, and the cache forget them
+                for group, row, place in shared + cached:
+                    raise SharedBlockError(seq_id, int(tables.blocks[group, row, place]))
             self.append([seq_id], [1])
         return int(tables.blocks[0, tables.row(seq_id), (current_seq_len - 1) // size])
 
