@@ -7,11 +7,15 @@ class Mirror:
         self.tables = {}  # (seq_id, group) -> {place: block}
         self.cached = {}  # (group, digest) -> block
         self.counts = {}
+        self.failure = None  # what an event raised first: the manager goes on, `compare` tells
 
     def __call__(self, event):
         kind = type(event).__name__
         self.counts[kind] = self.counts.get(kind, 0) + 1
-        getattr(self, kind)(event)
+        try:
+            getattr(self, kind)(event)
+        except Exception as error:
+            self.failure = self.failure or error
 
     def table(self, seq_id, group):
         return self.tables.setdefault((seq_id, group), {})
@@ -56,6 +60,8 @@ class Mirror:
         """What it gives up is told by the `Dropped` that follow."""
 
     def compare(self, manager):
+        if self.failure:
+            raise self.failure
         tables = manager._tables
         expected = {}
         for seq_id, row in tables.row_of.items():

@@ -7,8 +7,11 @@ From the events alone a subscriber can rebuild every block table and the prefix 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,10 @@ class Recorder:
 
     def emit(self, event: Event) -> None:
         for subscriber in self.subscribers:
-            subscriber(event)
+            try:
+                subscriber(event)
+            except Exception:  # raised further, it would leave a change half done
+                logger.exception("a subscriber raised on %r", event)
 
     def held(self, seq_id: Hashable, group: int, start: int, blocks: list[int]) -> None:
         if self.subscribers and blocks:

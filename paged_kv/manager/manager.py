@@ -511,7 +511,11 @@ class PagedKVCacheManager:
         return np.where(np.frombuffer(self._pool.is_free, np.bool_), np.int32(-1), self._pool.refs)
 
     def subscribe(self, subscriber: Callable[[Event], None]) -> None:
-        """Calls `subscriber` with every event from now on; see events.py."""
+        """Calls `subscriber` with every event from now on; see events.py.
+
+        It is called in the middle of a change, so it must not call the manager. What it raises is logged and changes
+        nothing of the call.
+        """
         instance("subscriber", subscriber, Callable, "a function")
         self._recorder.subscribers.append(subscriber)
 
