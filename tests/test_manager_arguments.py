@@ -155,6 +155,31 @@ def test_a_window_is_an_integer(error, window):
         PagedKVCacheManager(8, 4, windows=(None, window))
 
 
+def test_there_are_at_most_256_groups():
+    with pytest.raises(ValueError, match=r"^windows must have at most 256 entries, not 257$"):
+        PagedKVCacheManager(600, 4, windows=(None,) * 257)
+    m = PagedKVCacheManager(600, 4, windows=(None,) * 256)
+    for seq_id in "ab":
+        m.admit(seq_id, [1] * 6)
+        m.append([seq_id], [[1] * (6 - m.seq_len(seq_id))])
+        m.commit([seq_id])
+        m.free(seq_id)
+    assert m.stats().counters.cached_tokens == 4
+    m.reset_prefix_cache()
+    assert m.stats().num_free_blocks == 600
+    m.check()
+
+
+def test_a_window_may_be_wider_than_any_length():
+    m = PagedKVCacheManager(8, 4, windows=(2**63, 10**30))
+    m.admit("a", 9)
+    m.append(["a"], [9])
+    m.commit(["a"])
+    m.rollback(["a"], [3])
+    assert m.seq_len("a") == 3
+    m.check()
+
+
 @pytest.mark.parametrize(
     ("error", "arguments", "message"),
     [

@@ -41,6 +41,7 @@ FAILURES = [
     (errors.OutOfBlocksError, lambda m: m.append(["a", "b", "big", "more"], np.ones((4, 4), int))),
     (errors.OutOfBlocksError, lambda m: m.append(["a"], [[1]], lookahead=12)),
     (errors.OutOfBlocksError, lambda m: m.append(["more"], [10**9])),
+    (errors.OutOfBlocksError, lambda m: m.append(["more"], [2**63])),
     (UNKNOWN, lambda m: m.append(["a", "nobody"], [[1], [1]])),
     (AWAY, lambda m: m.append(["a", "away"], [[1], [1]])),
     (TWICE, lambda m: m.append(["a", "a"], [[1], [1]])),

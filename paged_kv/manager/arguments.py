@@ -12,6 +12,9 @@ from operator import index
 
 import numpy as np
 
+MAX_GROUPS = 256  # a block's group is noted in one byte
+MAX_WINDOW = np.iinfo(np.int64).max  # what lengths are counted in; larger ones hide nothing either
+
 
 def integer(name: str, value: object, least: int, most: int | None = None) -> int:
     bound = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -47,7 +50,12 @@ def window_sizes(windows: object) -> tuple[int | None, ...]:
         raise TypeError(f"{expected}, not {windows!r}")
     if not len(windows):
         raise ValueError(f"{expected}, not {windows!r}")
-    return tuple(None if window is None else integer("an entry of windows", window, 1) for window in windows)
+    if len(windows) > MAX_GROUPS:
+        raise ValueError(f"windows must have at most {MAX_GROUPS} entries, not {len(windows)}")
+    return tuple(
+        None if window is None else min(integer("an entry of windows", window, 1), MAX_WINDOW)
+        for window in windows
+    )
 
 
 def is_listing(value: object) -> bool:

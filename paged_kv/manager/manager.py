@@ -263,7 +263,7 @@ class PagedKVCacheManager:
         if batch.counts is None and not lookahead:
             slots, block_copies = self._growth.one_each(rows)
         else:
-            counts = [1] * len(rows) if batch.counts is None else batch.counts.tolist()
+            counts = batch.counts or [1] * len(rows)
             slots, block_copies = self._growth.many(rows, counts, lookahead)
         if batch.unknown is not None:
             limit = np.where(batch.unknown & (tables.seq_len[rows] > old), old, UNLIMITED)

@@ -24,12 +24,12 @@ def parse_prompt(tokens: Tokens) -> tuple[int, bytes]:
 class Batch(NamedTuple):
     """New tokens of S sequences, T in all.
 
-    counts: [S] int64 tokens of each, or None where each has one. ids: [T] int32, None where no sequence has
+    counts: [S] tokens of each, or None where each has one. ids: [T] int32, None where no sequence has
         ids.
     unknown: [S] bool, sequences without ids; None where all have them.
     """
 
-    counts: np.ndarray | None
+    counts: list[int] | None
     ids: np.ndarray | None
     unknown: np.ndarray | None
 
@@ -44,12 +44,12 @@ def parse_batch(tokens: np.ndarray | Sequence[Tokens], num_seqs: int) -> Batch:
         )
     if num_dims == 2:
         count = tokens.shape[1]
-        counts = None if count == 1 else np.full(num_seqs, count, np.int64)
+        counts = None if count == 1 else [count] * num_seqs
         return Batch(counts, _ids(np.asarray(tokens).reshape(-1)), None)
     missing = [_is_number(entry) for entry in tokens]
     parts = [integer("tokens", t, 0) if m else _ids(t) for t, m in zip(tokens, missing, strict=True)]
     listed = [part if m else len(part) for part, m in zip(parts, missing, strict=True)]
-    counts = None if all(count == 1 for count in listed) else np.array(listed, np.int64)
+    counts = None if all(count == 1 for count in listed) else listed
     unknown = np.array(missing, np.bool_) if any(missing) else None
     if all(missing):
         return Batch(counts, None, unknown)
