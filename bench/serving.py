@@ -1,6 +1,6 @@
 """The engine on SmolLM2-135M: how many requests the same memory serves, and what paging brings beside that.
 
-    python -m bench.serving [--only batch chunked prefix share overhead drafts quality] [--traces FOLDER] [--plot FILE]
+    python -m bench.serving [--only batch chunked ...] [--traces FOLDER] [--plot FILE]
 
 batch     requests with the lengths of a recorded trace, in a pool that holds two contiguous caches of the greatest
           length: the engine, transformers' static cache with static batches, its `generate_batch`, and vLLM where
@@ -10,6 +10,7 @@ prefix    time to the first token of the second turn of a chat, with and without
 share     8 samples, and 4 beams, against as many requests of their own.
 overhead  what of a step is not the model's forward, with 64 running requests.
 drafts    a text that repeats what it reads, with and without guesses.
+compile   steps of 8 running requests, with and without torch.compile.
 quality   perplexity of a text over quantised caches.
 
 The trace's lengths are divided by SCALE, and so is the context; prompts longer than the model takes are scaled to fit.
@@ -360,6 +361,23 @@ def measure_drafts(model, tokenizer, args) -> list[dict]:
     return rows
 
 
+def measure_compile(model, tokenizer, args) -> list[dict]:
+    rows = []
+    for compiled in (False, True):
+        llm, times = new_llm(model, 2048, compile=compiled, prefix_cache=False), []
+        for length in (24, 32, 40):  # graphs are made for the first sizes, and once more for all
+            started = time.perf_counter()
+            prompts = [random_ids(length, i) for i in range(8)]
+            steps, inside = llm.metrics.num_steps, llm.metrics.model_seconds
+            llm.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True))
+            times.append(time.perf_counter() - started)
+        steps, inside = llm.metrics.num_steps - steps, llm.metrics.model_seconds - inside
+        rows.append(
+            tell("compiled" if compiled else "eager", first_run_s=times[0], forward_ms=inside / steps * 1e3)
+        )
+    return rows
+
+
 def measure_quality(model, tokenizer, args) -> list[dict]:
     ids = tokenizer(TEXT.read_text()).input_ids
     exact = perplexity(model, ids)
@@ -396,6 +414,7 @@ PARTS: dict[str, Callable] = {
     "share": measure_share,
     "overhead": measure_overhead,
     "drafts": measure_drafts,
+    "compile": measure_compile,
     "quality": measure_quality,  # last: it changes the model's dtype
 }
 
