@@ -104,10 +104,9 @@ class Admissions:
 
     def chain(self, prompt: bytes, keys: Sequence[ContentKey]) -> TokenChain:
         size = self.tables.block_size
-        if self.prefix is None:
-            return TokenChain(b"", size, b"", ())
         root = root_digest(self.identity, size, keys) if keys else self.root
-        return TokenChain(root, size, prompt, keys)
+        # Without a prefix cache too: an exported sequence takes root and keys along.
+        return TokenChain(root, size, b"" if self.prefix is None else prompt, keys)
 
     def recall(self, seq_id: Hashable, chain: TokenChain) -> bool:
         """Gives the chain the digests known from an earlier try; tells whether the sequence was preempted."""

@@ -71,7 +71,9 @@ def take_sequence(manager: PagedKVCacheManager, seq_id: Hashable, state: Sequenc
     if seq_id in tables:
         raise DuplicateSequenceError(seq_id, "is admitted already")
     chain = TokenChain(state.root, size, b"", state.keys)
-    start = min(state.first_block)
+    start = min(
+        *state.first_block, len(state.digests)
+    )  # what is before has no block here to be hashed again from
     chain.digests = state.digests[:start]
     chain.extend(state.tokens.tobytes(), start, len(state.digests) - start)
     if chain.digests != state.digests:
