@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -54,7 +54,11 @@ def export_sequence(
         "keys": [[k.kind, _text(k.value), isinstance(k.value, str), k.start, k.stop] for k in state.keys],
     }
     tensors = {"tokens": torch.from_numpy(state.tokens), "digests": _pack(state.digests)}
-    _save(path, "sequence", manager, cache, meta, tensors, blocks)
+    stop, filled = -(-len(state.tokens) // manager.block_size), len(state.tokens) % manager.block_size
+    ends = np.cumsum([stop - first for first in state.first_block])
+    _save(
+        path, "sequence", manager, cache, meta, tensors, blocks, (ends - 1).tolist() if filled else [], filled
+    )
 
 
 def import_sequence(
@@ -155,11 +159,17 @@ def _save(
     meta: dict,
     tensors: dict[str, Tensor],
     blocks: list[int],
+    partial: Sequence[int] = (),
+    filled: int = 0,
 ) -> None:
+    """Entries `partial` have `filled` tokens: what former holders left behind these in the block is not written."""
     safetensors = optional_import("safetensors.torch", "transfer")
     index = torch.tensor(blocks, dtype=torch.int64, device=cache.device)
     for name, tensor, by_block in _tensors(cache):
-        tensors[name] = (tensor.index_select(0, index) if by_block else tensor).cpu().contiguous()
+        content = (tensor.index_select(0, index) if by_block else tensor).cpu().contiguous()
+        if by_block and partial:
+            content.view(torch.uint8).reshape(*content.shape[:3], -1)[partial, :, filled:] = 0
+        tensors[name] = content
     header = {"kind": kind, "version": _VERSION, "geometry": _geometry(manager, cache), **meta}
     safetensors.save_file(tensors, path, {"paged_kv": json.dumps(header)})
 

@@ -56,6 +56,7 @@ def describe_sequence(manager: PagedKVCacheManager, seq_id: Hashable) -> tuple[S
         tokens[first[group] * size :] = manager._prefix.tokens[blocks].reshape(-1)
     chain, num_named = tables.chains[row], int(tables.num_named[row])
     known = min(length, int(tables.known_len[row])) if manager._prefix is not None else 0
+    tokens[known:] = 0  # else those of a block's former holders would go with it
     state = SequenceState(tokens[:length], known, chain.root, chain.digests[:num_named], chain.keys, first)
     return state, [b for g, start in enumerate(first) for b in tables.blocks[g, row, start:stop].tolist()]
 
