@@ -67,7 +67,7 @@ def import_sequence(
     """Opens `seq_id` with the content of a file: its tokens are computed and its full blocks published.
 
     Raises DuplicateSequenceError, OutOfBlocksError, TransferMismatchError (name, expected, found), and ValueError for
-    a file of another kind; nothing has changed then.
+    a file of another kind or a damaged one; nothing has changed then.
     """
     _expect_pair(manager, cache)
     meta, tensors = _load(path, "sequence", manager, cache)
@@ -81,6 +81,15 @@ def import_sequence(
             for kind, value, is_text, start, stop in meta["keys"]
         ),
         first_block=meta["first_block"],
+    )
+    stop = -(-len(state.tokens) // manager.block_size)
+    _expect_whole(
+        path,
+        state.tokens.dtype == np.int32
+        and len(state.first_block) == len(manager.windows)
+        and all(0 <= first <= stop for first in state.first_block)
+        and len(state.digests) * manager.block_size <= state.known_len <= len(state.tokens)
+        and _has_entries(cache, tensors, sum(stop - first for first in state.first_block)),
     )
     _fill(cache, tensors, take_sequence(manager, seq_id, state))
 
@@ -104,7 +113,8 @@ def import_prefix_cache(path: str | os.PathLike, manager: PagedKVCacheManager, c
     """Adds the blocks of a file to the prefix cache, as many as there are free ones; tells how many.
 
     Nothing is evicted for them; where not all fit, the least recently used are left out. Raises
-    TransferMismatchError (name, expected, found), and ValueError for a file of another kind; nothing has changed then.
+    TransferMismatchError (name, expected, found), and ValueError for a file of another kind or
+    a damaged one; nothing has changed then.
     """
     _expect_pair(manager, cache)
     _expect_prefix_cache(manager)
@@ -114,6 +124,15 @@ def import_prefix_cache(path: str | os.PathLike, manager: PagedKVCacheManager, c
         _unpack(tensors["digests"]),
         _unpack(tensors["parents"]),
         tensors["tokens"].numpy(),
+    )
+    num_entries = len(cached.groups)
+    _expect_whole(
+        path,
+        cached.tokens.dtype == np.int32
+        and cached.tokens.shape == (num_entries, manager.block_size)
+        and len(cached.digests) == len(cached.parents) == num_entries
+        and (cached.groups < len(manager.windows)).all()
+        and _has_entries(cache, tensors, num_entries),
     )
     fills = take_cache(manager, cached)
     _fill(cache, tensors, fills)
@@ -186,10 +205,28 @@ def _load(
             if header["geometry"][name] != expected:
                 raise TransferMismatchError(name, expected, header["geometry"][name])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    _expect_whole(path, all(name in tensors for name, _, _ in _tensors(cache)))
     for name, tensor, by_block in _tensors(cache):
         if not by_block and not torch.equal(tensor.cpu(), tensors[name]):
             raise TransferMismatchError(name, tensor.tolist(), tensors[name].tolist())
     return header, tensors
+
+
+def _expect_whole(path: str | os.PathLike, whole: bool) -> None:
+    """Asked before anything changes."""
+    if not whole:
+        raise ValueError(
+            f"{path}: expected what paged_kv exported, the parts of this file do not fit together"
+        )
+
+
+def _has_entries(cache: PagedKVCache, tensors: dict[str, Tensor], num_entries: int) -> bool:
+    """Whether there is the content of so many blocks for each tensor of the cache."""
+    return all(
+        (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, (num_entries, *tensor.shape[1:]))
+        for name, tensor, by_block in _tensors(cache)
+        if by_block
+    )
 
 
 def _fill(cache: PagedKVCache, tensors: dict[str, Tensor], fills: Fills) -> None:

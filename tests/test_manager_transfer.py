@@ -104,6 +104,47 @@ def test_tokens_without_ids_travel_and_stay_unpublished(tmp_path):
     other.check()
 
 
+@pytest.mark.parametrize("windows", [(5,), (None, 5)])
+def test_a_window_travels_without_digests(tmp_path, windows):
+    """Those of a manager without a prefix cache, of tokens without ids, and of what a reset made forget."""
+    for options, tokens in (({"prefix_cache": False}, TOKENS), ({}, 14), ({}, TOKENS)):
+        manager, cache = pair(windows=windows, **options)
+        if isinstance(tokens, int):
+            manager.admit("a", tokens)
+            manager.append(["a"], [tokens])
+            manager.commit(["a"])
+        else:
+            serve(manager, cache, "a", tokens)
+        manager.reset_prefix_cache()
+        export_sequence(tmp_path / "a", manager, cache, "a")
+        other, other_cache = pair(windows=windows, **options)
+        import_sequence(tmp_path / "a", other, other_cache, "b")
+        other.append(["b"], [[1, 2, 3, 4]])
+        other.commit(["b"])
+        assert (other.seq_len("b"), other.stats().counters.stored) == (18, 0)
+        other.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_nothing_of_former_holders_is_written(tmp_path, dtype):
+    manager, cache = pair(dtype=dtype, windows=(None, 5))
+    serve(manager, cache, "secret", [77] * 32)
+    manager.free("secret")
+    manager.admit("a", 14)
+    for slots in manager.append(["a"], [14]).slot_mappings:
+        for layer in range(2):
+            zeros = torch.zeros(14, 2, 8)
+            zeros = zeros if cache.scales == "token" else zeros.to(dtype)
+            cache.write(layer, zeros, zeros, torch.from_numpy(slots))
+    manager.commit(["a"])
+    export_sequence(tmp_path / "a", manager, cache, "a")
+    tensors = load_file(tmp_path / "a")
+    assert not tensors["tokens"].any()
+    for name, tensor in tensors.items():
+        if name.endswith(("key", "value")):
+            assert not tensor.float().any(), name
+
+
 def test_keys_travel_with_the_sequence(tmp_path):
     keys = [ContentKey("salt", "s"), ContentKey("media", b"\xff", 2, 7), ContentKey("media", "text", 8, 9)]
     manager, cache = pair()
@@ -253,3 +294,59 @@ def test_an_import_that_cannot_be_changes_nothing(tmp_path):
     with pytest.raises(ValueError, match="expected a sequence exported by paged_kv"):
         import_sequence(tmp_path / "foreign", other, other_cache, "a")
     assert other.stats().num_free_blocks == 3
+
+
+DAMAGE = [
+    ("a", {}, {"layers.1.value": None}),
+    ("a", {}, {"layers.1.value": torch.zeros(3, 2, 4, 8)}),
+    ("a", {}, {"layers.1.value": torch.zeros(4, 2, 4, 8, dtype=torch.float16)}),
+    ("a", {}, {"tokens": torch.arange(40, 54)}),
+    ("a", {}, {"tokens": torch.arange(40, 57, dtype=torch.int32)}),
+    ("a", {"known_len": -1}, {}),
+    ("a", {"known_len": 15}, {}),
+    ("a", {"first_block": [5]}, {}),
+    ("a", {"first_block": [0, 0]}, {}),
+    ("cache", {}, {"layers.0.key": torch.zeros(2, 2, 4, 8)}),
+    ("cache", {}, {"groups": torch.ones(3, dtype=torch.uint8)}),
+    ("cache", {}, {"groups": torch.zeros(2, dtype=torch.uint8)}),
+]
+
+
+@pytest.mark.parametrize(("file", "meta", "changed"), DAMAGE)
+def test_a_file_whose_parts_do_not_fit_together_changes_nothing(tmp_path, file, meta, changed):
+    manager, cache = pair()
+    serve(manager, cache, "a", TOKENS)
+    export_sequence(tmp_path / "a", manager, cache, "a")
+    export_prefix_cache(tmp_path / "cache", manager, cache)
+    with safe_open(tmp_path / file, "pt") as opened:
+        header = {**json.loads(opened.metadata()["paged_kv"]), **meta}
+    tensors = {k: t for k, t in {**load_file(tmp_path / file), **changed}.items() if t is not None}
+    save_file(tensors, tmp_path / file, {"paged_kv": json.dumps(header)})
+    other, other_cache = pair()
+    with pytest.raises(ValueError, match="the parts of this file do not fit together"):
+        if file == "a":
+            import_sequence(tmp_path / file, other, other_cache, "b")
+        else:
+            import_prefix_cache(tmp_path / file, other, other_cache)
+    assert "b" not in other
+    assert other.stats().num_free_blocks == 16
+    other.check()
+
+
+def test_a_sequence_travels_between_managers_with_and_without_a_prefix_cache(tmp_path):
+    keys = [ContentKey("salt", "s"), ContentKey("media", "cat", 1, 3)]
+    for there in (False, True):
+        for here in (False, True):
+            manager, cache = pair(prefix_cache=there)
+            serve(manager, cache, "a", TOKENS, keys)
+            export_sequence(tmp_path / "a", manager, cache, "a")
+            other, other_cache = pair(prefix_cache=here)
+            import_sequence(tmp_path / "a", other, other_cache, "b")
+            assert torch.equal(content(other, other_cache, "b"), content(manager, cache, "a"))
+            other.rollback(["b"], [0])
+            other.append(["b"], [TOKENS])
+            other.commit(["b"])
+            for tried, found in ((keys, 12 * here), ((), 0)):
+                assert other.admit("c", TOKENS, keys=tried).num_cached_tokens == found
+                other.free("c")
+            other.check()
