@@ -99,13 +99,18 @@ step "build for sm_${arch/./}" 400 "$python" setup.py --quiet build_ext --inplac
 # Tests, several processes at a time: the GPU has room, and most of the time goes into making inputs on the CPU
 
 backend=cuda
-[ -n "$rehearse" ] && backend=cuda_pretended && export PAGED_KV_TEST_PRETEND_CUDA=1
+limit=300
+if [ -n "$rehearse" ]; then
+  backend=cuda_pretended
+  export PAGED_KV_TEST_PRETEND_CUDA=1
+  limit=3000 # on however few cores
+fi
 names=() processes=()
 # start NAME COMMAND...: in the background; collect waits for all of them
 start() {
   local name=$1
   shift
-  timeout --kill-after=10 300 "$@" > "$logs/${name// /_}.log" 2>&1 &
+  timeout --kill-after=10 "$limit" "$@" > "$logs/${name// /_}.log" 2>&1 &
   names+=("$name")
   processes+=($!)
 }
