@@ -95,7 +95,7 @@ class PretendCuda(TorchFunctionMode):
                 tensor.to(*rest, **kwargs | ({"device": CPU} if "device" in kwargs else {}))
             )
         if name == "cuda":
-            return PretendedTensor(args[0])
+            return PretendedTensor(args[0].clone())
         if wants_cuda(kwargs.get("device")):
             return PretendedTensor(function(*args, **kwargs | {"device": CPU}))
         return function(*args, **kwargs)
