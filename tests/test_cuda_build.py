@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from op_mistakes import MISTAKES, VALID, Mistake
+from pretend_cuda import PretendCuda
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
@@ -144,3 +145,18 @@ def test_tracing_keeps_the_op_and_what_it_writes(call: str) -> None:
     targets = [(node.target, *node.args) for node in graph.graph.nodes if node.op == "call_function"]
     op = getattr(torch.ops.paged_kv, call.split()[0])
     assert any(part in (op.default, getattr(op, "out", None)) for parts in targets for part in parts)
+
+
+def test_the_pretended_device_finds_what_a_gpu_would() -> None:
+    """Without that, tests that pass on it would show nothing."""
+    with PretendCuda():
+        there, here = torch.ones(3, device="cuda"), torch.ones(3)
+        assert there.device == (there * 2).device == there[1:].device == torch.device("cuda", 0)
+        assert there.cpu().device == here.device and here.to("cuda").device == there.device
+        here.copy_(there * 2)
+        assert here.tolist() == [2, 2, 2]
+        for mix in (lambda: there + here, lambda: torch.cat([here, there]), lambda: there.equal(here)):
+            with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+                mix()
+        with pytest.raises((TypeError, RuntimeError)):
+            there.numpy()
