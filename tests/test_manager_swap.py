@@ -218,3 +218,14 @@ def test_a_window_moves_what_it_holds():
     m.append(["a"], [[1]])
     m.commit(["a"])
     m.check()
+
+
+def test_what_was_away_while_the_cache_was_reset_is_not_found_again():
+    m = opened()
+    m.commit(["a"])
+    m.swap_out(["a"])
+    m.reset_prefix_cache()
+    m.swap_in(["a"])
+    m.commit(["a"])
+    assert m.admit("b", TOKENS).num_cached_tokens == 0
+    m.check()
