@@ -21,8 +21,9 @@ the batch, or the number of threads.
 
 **Errors.** A wrong dtype, device, stride, shape or value raises `ValueError` with one sentence that names
 the op, the argument, what was expected and what came; checks run in this order, before anything is written,
-so every tensor is left as it was. Values in index tensors are checked on the CPU. Tensors of several
-devices raise too, but for `swap_blocks`. A tensor that is written has every element at an address of its
+so every tensor is left as it was. Values in tensors (ids, lengths, scales) are checked on the CPU; on CUDA
+with ``PAGED_KV_CUDA_CHECKS=1`` in the environment only, as each call then waits for the device. Tensors of
+several devices raise too, but for `swap_blocks`. A tensor that is written has every element at an address of its
 own and shares none with another argument. No op has a backward: calling it raises `RuntimeError`.
 
 All ops work under ``torch.compile(fullgraph=True, dynamic=True)`` without a new compilation per length. As

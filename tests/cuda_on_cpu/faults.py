@@ -218,6 +218,7 @@ PRUNE = [
     ("return kernel_for<__half, Float8E5M2>(p.head_dim);", "return nullptr;"),
     ("return kernel_for<__half, int8_t>(p.head_dim);", "return nullptr;"),
 ]
+UNPRUNED = "not reads_each_key"  # that test takes a head size of 128
 
 
 def run(*command: object, **options: object) -> None:
@@ -272,12 +273,12 @@ def build(fault: Fault | None, folder: Path, objects: dict[str, Path], headers: 
 
 
 def find(fault: Fault | None, objects: dict[str, Path], headers: Path) -> str:
-    """What the fault's test says of it; nothing if the test passes. Without a fault: of all tests."""
+    """What the fault's test says of it; nothing if the test passes. Without a fault: what any test says."""
     with tempfile.TemporaryDirectory() as folder:
         build(fault, Path(folder), objects, headers)
         shutil.copy(ROOT / "build" / "cuda_on_cpu" / "libpaged_kv_cuda_on_cpu.so", folder)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-        command += ["tests/test_cuda_checked.py", "-k", fault.test if fault else ""]
+        command += ["tests/test_cuda_checked.py", "-k", fault.test if fault else UNPRUNED]
         environment = os.environ | {"CUDA_ON_CPU_FOLDER": folder, "PYTHONPATH": str(ROOT)}
         result = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=900
@@ -286,8 +287,10 @@ def find(fault: Fault | None, objects: dict[str, Path], headers: Path) -> str:
         return "the process is ended by a signal"
     if result.returncode not in (0, 1):  # nothing was tested
         sys.exit(f"cuda-faults: {' '.join(command)}\n{result.stdout}{result.stderr}")
-    errors = re.findall(r"^E +(?:\w+Error: )?(.*)", result.stdout, re.MULTILINE)
-    return errors[0] if result.returncode else ""
+    if result.returncode == 0:
+        return ""
+    error = re.search(r"^E +(?:\w+Error: )?(.*)", result.stdout, re.MULTILINE)
+    return re.sub(r".*\), (?=block \()|\S*/(?=csrc/)", "", error[1]) if error else "the test fails"
 
 
 def main() -> None:
