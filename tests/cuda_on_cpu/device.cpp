@@ -124,7 +124,6 @@ class Executor {
     current_ = nullptr;
     running = nullptr;
     if (observer != nullptr) observer->block_ends(block_);
-    if (!error_.empty()) ASAN_UNPOISON_MEMORY_REGION(stacks_, kMaxThreads * kStackBytes);  // nobody returned from there
     return error_;
   }
 

@@ -1,12 +1,8 @@
 #include "fiber.h"
 
-#include <pthread.h>
+#include <sanitizer/asan_interface.h>
 
 #include <cstdint>
-
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/common_interface_defs.h>
-#endif
 
 #if !defined(__x86_64__)
 #include <ucontext.h>
@@ -63,6 +59,7 @@ cuda_on_cpu_exchange:
 )");
 
 void prepare(Context& context, char* stack, size_t stack_bytes, void (*entry)()) {
+  ASAN_UNPOISON_MEMORY_REGION(stack, stack_bytes);  // what ran there before never returned
   constexpr int kSavedRegisters = 6;
   // Above the saved registers stand the address that `ret` goes to and a return address that entry() never uses; the
   // stack pointer is then where a call would have left it.
@@ -82,6 +79,7 @@ void switch_context(Context& from, Context& to, bool ends) {
 #else  // any other processor, slower: swapcontext makes a system call
 
 void prepare(Context& context, char* stack, size_t stack_bytes, void (*entry)()) {
+  ASAN_UNPOISON_MEMORY_REGION(stack, stack_bytes);  // what ran there before never returned
   auto* other = static_cast<ucontext_t*>(context.stack_pointer);
   if (other == nullptr) other = new ucontext_t;  // kept with the context, which is used again
   getcontext(other);
