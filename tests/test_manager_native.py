@@ -23,8 +23,12 @@ def test_a_chain_of_digests_is_what_hashlib_makes_of_it(block_bytes, accelerated
 
 
 def test_what_cannot_be_hashed_is_refused():
-    with pytest.raises(ValueError, match="tokens: expected 128 bytes, got 100"):
-        hash_blocks(bytes(32), bytes(100), 0, 2, 64)
+    for start, count, size in ((0, 2, 64), (101, 0, 4), (90, 3, 4), (0, 2**60, 16)):
+        message = f"tokens: expected {count} blocks of {size} bytes from {start} on, got 100 bytes"
+        with pytest.raises(ValueError, match=message):
+            hash_blocks(bytes(32), bytes(100), start, count, size)
+    with pytest.raises(TypeError):
+        hash_blocks(bytes(32), np.arange(100, dtype=np.uint8)[::-1], 0, 1, 64)
     with pytest.raises(ValueError, match="digest: expected 32 bytes, got b'abc'"):
         hash_blocks(b"abc", bytes(64), 0, 1, 64)
 
@@ -143,6 +147,8 @@ def test_rows_and_blocks_that_do_not_exist_are_refused():
         rows().add_blocks(np.array([0, 1]), [[3]], 4)
     with pytest.raises(ValueError, match="slots: no such positions"):
         rows().slots(0, 0, 0, 9, 4)
+    with pytest.raises(ValueError, match="slots: no such positions"):
+        rows().slots(0, 0, 0, 0, 0)
     refs, cached, queue = np.ones(3, np.int32), np.zeros(3, np.uint8), np.zeros(6, np.int32)
     pool = PoolArrays(refs, cached, queue, np.full(3, -1, np.int64))
     with pytest.raises(ValueError, match="ids: expected 0 to 2, got 3"):
@@ -151,3 +157,8 @@ def test_rows_and_blocks_that_do_not_exist_are_refused():
         pool.drop([0, 1], 5)
     assert refs.tolist() == [1, 1, 1]
     assert pool.drop([0, 1], 0) == (0, 0, [0, 1])
+    for head in (-1, 7):
+        with pytest.raises(ValueError, match="head: no such place of the queue"):
+            pool.take_oldest(head, 1)
+    with pytest.raises(ValueError, match="count: the queue has fewer than 1 true entries"):
+        pool.take_oldest(0, 1)

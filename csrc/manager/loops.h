@@ -33,9 +33,12 @@ inline Dropped drop(const int32_t* ids, int64_t count, int32_t* refs, const uint
   return answer;
 }
 
-// Takes `count` true entries from the queue's front at `head`; returns the front after them. There are that many.
-inline int64_t take_oldest(const int32_t* queue, int64_t* places, int64_t head, int64_t count, int32_t* ids) {
+// Takes `count` true entries from the front, at `head`, of the queue of `size` places; returns the front after them, -1
+// where there are not that many.
+inline int64_t take_oldest(const int32_t* queue, int64_t size, int64_t* places, int64_t head, int64_t count,
+                           int32_t* ids) {
   while (count) {
+    if (head == size) return -1;
     const int32_t block = queue[head];
     if (places[block] == head) {
       places[block] = -1;

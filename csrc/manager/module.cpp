@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -40,17 +41,17 @@ const uint8_t* digest_bytes(py::handle digest) {
   return reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(digest.ptr()));
 }
 
-py::list hash_blocks(const py::bytes& parent, const py::buffer& tokens, size_t start, size_t count, size_t block_bytes,
+py::list hash_blocks(const py::bytes& parent, const py::bytes& tokens, size_t start, size_t count, size_t block_bytes,
                      bool accelerated) {
-  const py::buffer_info info = tokens.request();
-  const size_t size = size_t(info.size * info.itemsize);
-  if (start > size || count * block_bytes > size - start) {
-    throw py::value_error("tokens: expected " + std::to_string(start + count * block_bytes) + " bytes, got " +
-                          std::to_string(size));
+  const std::string_view bytes = tokens;
+  if (start > bytes.size() || (block_bytes && count > (bytes.size() - start) / block_bytes)) {
+    throw py::value_error("tokens: expected " + std::to_string(count) + " blocks of " + std::to_string(block_bytes) +
+                          " bytes from " + std::to_string(start) + " on, got " + std::to_string(bytes.size()) +
+                          " bytes");
   }
   std::vector<uint8_t> digests(count * DIGEST_BYTES);
-  hash_chain(digest_bytes(parent), static_cast<const uint8_t*>(info.ptr) + start, block_bytes, count, accelerated,
-             digests.data());
+  hash_chain(digest_bytes(parent), reinterpret_cast<const uint8_t*>(bytes.data()) + start, block_bytes, count,
+             accelerated, digests.data());
   py::list answer(count);
   for (size_t i = 0; i < count; ++i) {
     answer[i] = py::bytes(reinterpret_cast<const char*>(digests.data() + i * DIGEST_BYTES), DIGEST_BYTES);
@@ -167,8 +168,11 @@ class PoolArrays {
 
   // (the blocks, the queue's new front); `count` of its entries must be true ones.
   py::tuple take_oldest(int64_t head, int64_t count) {
+    if (head < 0 || head > queue_.size()) throw py::value_error("head: no such place of the queue");
     Blocks ids(count);
-    const int64_t front = manager::take_oldest(queue_.data(), places_.mutable_data(), head, count, ids.mutable_data());
+    const int64_t front =
+        manager::take_oldest(queue_.data(), queue_.size(), places_.mutable_data(), head, count, ids.mutable_data());
+    if (front < 0) throw py::value_error("count: the queue has fewer than " + std::to_string(count) + " true entries");
     return py::make_tuple(std::move(ids), front);
   }
 
@@ -250,8 +254,8 @@ class RowArrays {
 
   // Slots of positions [start, stop) of the row in the group, [stop - start].
   Array<int64_t> slots(int64_t group, int64_t row, int64_t start, int64_t stop, int64_t block_size) const {
-    if (group < 0 || group >= rows_.num_groups || row < 0 || row >= rows_.num_rows || start < 0 || start > stop ||
-        stop > rows_.width * block_size) {
+    if (group < 0 || group >= rows_.num_groups || row < 0 || row >= rows_.num_rows || block_size < 1 || start < 0 ||
+        start > stop || stop > rows_.width * block_size) {
       throw py::value_error("slots: no such positions");
     }
     Array<int64_t> slots(stop - start);
