@@ -373,7 +373,6 @@ class Model:
         for seq in (*self.device.values(), *self.host.values()):
             seq.named = 0
             seq.known = 0 if seq.tokens else float("inf")
-        self.preempted.clear()
 
     def held_tokens(self):
         """Slots that hold a token: the most that a holder has filled, all of a block that was published."""

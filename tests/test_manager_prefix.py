@@ -414,6 +414,21 @@ def test_equal_blocks_that_meet_when_room_is_short_are_not_written():
     assert m.block_tables(["b"])[0].tolist() == m.block_tables(["a"])[0].tolist()
 
 
+def test_a_preempted_sequence_is_not_counted_again_after_a_reset():
+    m = PagedKVCacheManager(8, 4)
+    for seq_id in ("a", "b"):
+        m.admit(seq_id, [1] * 9)
+        m.append([seq_id], [[1] * (9 - m.seq_len(seq_id))])
+        m.commit([seq_id])
+    m.preempt("a")
+    m.reset_prefix_cache()
+    assert m.admit("a", [1] * 9).num_cached_tokens == 0
+    assert m.stats().counters.prompt_tokens == 18
+    m.append(["a"], [[1] * 9])
+    m.commit(["a"])
+    m.check()
+
+
 def test_tokens_that_were_rolled_back_name_nothing_after_a_preemption():
     m = manager()
     serve(m, "a", TOKENS[:8])

@@ -410,7 +410,6 @@ class PagedKVCacheManager:
             tables.known_len[row] = 0 if tables.seq_len[row] else UNLIMITED
             tables.chains[row].digests.clear()
         self._swapper.forget_names()
-        self._admissions.remembered.clear()
 
     # Swap
 
