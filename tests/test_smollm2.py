@@ -75,6 +75,7 @@ def test_a_chat_reuses_its_history(loaded):
 
 def test_quantised_caches_cost_little_perplexity(loaded):
     model, tokenizer = loaded
+    # The beginning of Alice's Adventures in Wonderland, Lewis Carroll, 1865.
     ids = tokenizer((Path(__file__).parent / "data/alice.txt").read_text()).input_ids[:400]
     exact = perplexity(model, ids)
     assert 2 < exact < 40
