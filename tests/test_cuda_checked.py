@@ -31,6 +31,7 @@ ATTENTION = {
         v_scale="token",
     ),
     "broken": Case(seqs=((20, 70),), dtype=BF16, broken="v"),
+    "broken_float32": Case(seqs=((20, 70),), heads=(2, 2), broken="v"),
     "sinks": Case(seqs=((1, 40), (20, 30)), dtype=F16, sinks=0.0, softcap=20.0, alibi=True),
 }
 
@@ -59,7 +60,10 @@ def test_cache_ops(cache_dtype: torch.dtype, head_dim: int) -> None:
     quantised = cache_dtype != BF16
     results = []
     for ops in (BACKEND.ops, reference):
-        caches = [torch.zeros(6, 3, 8, head_dim).to(cache_dtype) for _ in "kv"]
+        before = torch.Generator().manual_seed(2)
+        caches = [
+            torch.randint(-3, 4, (6, 3, 8, head_dim), generator=before).float().to(cache_dtype) for _ in "kv"
+        ]
         scales = [torch.rand(6, 3, 8, generator=torch.Generator().manual_seed(1)) + 0.5 for _ in "kv"]
         given = {"k_scale": scales[0], "v_scale": scales[1]} if quantised else {}
         ops.reshape_and_cache(key, value, *caches, slots, **given)

@@ -158,7 +158,7 @@ FAULTS = [
         VECTOR,
         "if ((seen >> (r * kStep + j) & 1) == 0) continue;",
         "",
-        "decode_float32",
+        "broken_float32",
     ),
     Fault(
         "a lane's share of the sum is lost",
@@ -170,8 +170,8 @@ FAULTS = [
     Fault(
         "the last split is not merged",
         "attention_merge.cu",
-        "  SoftmaxState merged;\n  for (int i = 0; i < num_splits;",
-        "  SoftmaxState merged;\n  for (int i = 1; i < num_splits;",
+        "num_splits; ++i) {\n    const SoftmaxState state",
+        "num_splits - 1; ++i) {\n    const SoftmaxState state",
         "decode",
     ),
     Fault(
