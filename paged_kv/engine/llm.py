@@ -83,7 +83,7 @@ class LLM:
         num_blocks, memory: size of the pool, in blocks or in bytes; 1 GiB where neither is given.
         num_host_blocks: blocks on the host that preempted requests are swapped to; without room there, they
             are computed again.
-        compile: let torch compile the model's forward; the first steps take a minute or more then.
+        compile: let torch compile the model's forward; the first steps take minutes then.
         prefix_cache: let prompts start with what earlier requests computed for the same beginning.
         max_model_len, max_batch_tokens, max_num_seqs: see Engine.
 
