@@ -120,7 +120,7 @@ BENCH_CPP := build/bench-cpp
 bench-cpp: $(VENV)/dependencies
 	ls /usr/lib/*/cmake/benchmark > /dev/null 2>&1 || ! command -v apt-get || \
 		$$(test $$(id -u) = 0 || echo sudo) apt-get install --yes --quiet libbenchmark-dev
-	$(BIN)/cmake -S . -B $(BENCH_CPP) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPYTHON=$(CURDIR)/$(BIN)/python \
+	$(BIN)/cmake -S . -B $(BENCH_CPP) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPYTHON=$(abspath $(BIN))/python \
 		-DPAGED_KV_BENCH=ON
 	$(BIN)/cmake --build $(BENCH_CPP) --target bench_cpu
 	$(BENCH_CPP)/bench/cpp/bench_cpu $(BENCH_CPP_ARGS)

@@ -38,7 +38,7 @@ class Work:
 
     def __call__(self) -> None:
         if self.chosen == "decode":
-            attention.single_query_kv_cached_attention(
+            attention.single_query_cached_kv_attention(
                 self.out,
                 self.query,
                 self.key_cache,
