@@ -35,8 +35,8 @@ REGISTERS, WARP, REGISTER_UNIT, RESERVED_SHARED = 65536, 32, 256, 1024
 # A pattern of demangled kernel names, and patterns of machine instructions that each of them must hold.
 EXPECTED = [
     (r"tensor_kernel_of<", [r"HMMA\.16816", r"LDGSTS\.E\S*\.128", r"LDSM\.16\.MT?88", r"LDG\.E\S*\.128"]),
-    (r"vector_kernel_of<\S*VectorTraits<float, 4", [r"LDG\.E\S*\.128"]),
-    (r"vector_kernel_of<\S*VectorTraits<__(half|nv_bfloat16), 4", [r"LDG\.E\S*\.64"]),
+    (r"vector_kernel_of<.*VectorTraits<float, 4", [r"LDG\.E\S*\.128"]),
+    (r"vector_kernel_of<.*VectorTraits<__(half|nv_bfloat16), 4", [r"LDG\.E\S*\.64"]),
     (r"::copy_kernel<uint4>", [r"LDG\.E\S*\.128", r"STG\.E\S*\.128"]),
     (r"copy_blocks_kernel", [r"LDG\.E\S*\.128", r"STG\.E\S*\.128"]),
     (r"gather_kernel<unsigned \w+, false, (4|8|16)>", [r"LDG\.E\S*\.128", r"STG\.E\S*\.128"]),
