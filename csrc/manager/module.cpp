@@ -273,7 +273,6 @@ class RowArrays {
 }  // namespace
 
 PYBIND11_MODULE(_manager, m) {
-  m.def("has_sha_instructions", &has_sha_instructions);
   m.def("hash_blocks", &hash_blocks, py::arg("parent"), py::arg("tokens"), py::arg("start"), py::arg("count"),
         py::arg("block_bytes"), py::arg("accelerated") = true);
   py::class_<Index>(m, "BlockIndex")

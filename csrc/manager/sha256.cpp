@@ -104,12 +104,12 @@ void compress_accelerated(uint32_t state[8], const uint8_t* chunks, size_t count
 bool detect_sha_instructions() { return false; }
 #endif
 
-}  // namespace
-
 bool has_sha_instructions() {
   static const bool has = detect_sha_instructions();
   return has;
 }
+
+}  // namespace
 
 void hash_chain(const uint8_t* parent, const uint8_t* blocks, size_t block_bytes, size_t count, bool accelerated,
                 uint8_t* digests) {

@@ -13,7 +13,4 @@ constexpr size_t DIGEST_BYTES = 32;
 void hash_chain(const uint8_t* parent, const uint8_t* blocks, size_t block_bytes, size_t count, bool accelerated,
                 uint8_t* digests);
 
-// Whether this processor has them.
-bool has_sha_instructions();
-
 }  // namespace paged_kv::manager
