@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext, redirect_stderr
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn, TextIO
 
 import torch
 
 from .build_info import build_info
-from .engine import LLM, RequestOutput, SamplingParams, StepTrace
+from .engine import LLM, Completion, FinishReason, RequestOutput, SamplingParams, StepTrace
 from .engine.loading import default_model
 from .errors import UnsupportedModelError
 from .replay.command import add_arguments as add_replay_arguments
@@ -98,11 +99,20 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--raw", action="store_true", help="continue the prompts as they are, without the chat template")
     add("--output", type=Path, metavar="FILE", help="write answers to FILE as JSON lines instead of stdout")
-    add("--max-tokens", type=int, default=128, metavar="N", help="new tokens per prompt (default: 128)")
+    add("--max-tokens", type=int, default=128, metavar="N", help="new tokens per answer (default: 128)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be given repeatedly")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens only")
     add("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest share P only")
     add("--seed", type=int, metavar="S", help="same seed, same answers")
+    add("--n", type=int, default=1, metavar="N", help="answers to each prompt (default: 1)")
+    add("--best-of", type=int, metavar="N", help="draw N samples, and tell the --n likeliest")
+    add("--beam-width", type=int, metavar="W", help="search with W beams, and tell the --n best")
+    add("--length-penalty", type=float, default=1.0, metavar="L", help="of beams: more favours longer ones")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 for fewer repetitions")
+    add("--presence-penalty", type=float, default=0.0, metavar="P", help="off the logits of what was said")
+    add("--draft-tokens", type=int, default=0, metavar="N", help="guess up to N tokens a step from the text")
+    add("--logprobs", type=int, metavar="K", help="with --output: each token's, and of the K likeliest")
     add("--dtype", choices=DTYPES, help="of the weights (default: as stored; float32 for GGUF)")
     add("--block-size", type=int, default=16, metavar="B", help="token slots in a block (default: 16)")
     add("--num-blocks", type=int, metavar="N", help="blocks in the pool (default: 1 GiB of them)")
@@ -204,14 +214,11 @@ def _read_lines(path: Path | None) -> list[str]:
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    if args.logprobs is not None and args.output is None:
+        raise InputError("logprobs: expected an --output, since only JSON lines tell them")
+    names = {field.name for field in fields(SamplingParams)}
     try:
-        return SamplingParams(
-            max_tokens=args.max_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=args.seed,
-        )
+        return SamplingParams(**{name: value for name, value in vars(args).items() if name in names})
     except ValueError as error:
         raise InputError(str(error)) from None
 
@@ -254,33 +261,44 @@ class _Transcript:
     def __init__(self, prompts: list[str]) -> None:
         self._prompts = prompts
         self._latest: dict[int, RequestOutput] = {}
-        self._current = 0  # the prompt whose answer is being printed
+        self._prompt = self._answer = 0  # what is being printed: this answer to this prompt
         self._shown = -1  # characters of it; -1 before its heading
 
     def add(self, output: RequestOutput) -> None:
         self._latest[output.index] = output
-        while answer := self._latest.get(self._current):
-            if self._shown < 0:
-                self._print(_heading(answer.index, self._prompts))
-                self._shown = 0
-            self._print(answer.text[self._shown :])
-            self._shown = len(answer.text)
-            if not answer.finished:
+        while latest := self._latest.get(self._prompt):
+            for answer in _answers(latest)[self._answer :]:
+                if self._shown < 0:
+                    self._print(_heading(latest, self._answer, self._prompts))
+                    self._shown = 0
+                self._print(answer.text[self._shown :])
+                self._shown = len(answer.text)
+                if answer.finish_reason is None:
+                    return
+                self._print("\n")
+                self._answer, self._shown = self._answer + 1, -1
+            if not latest.finished:
                 return
-            self._print("\n")
-            self._current += 1
-            self._shown = -1
+            self._prompt, self._answer = self._prompt + 1, 0
 
     @staticmethod
     def _print(text: str) -> None:
         print(text, end="", flush=True)
 
 
-def _heading(index: int, prompts: list[str]) -> str:
-    if len(prompts) == 1:
-        return ""
-    gap = "\n" if index else ""
-    return f"{gap}[{index + 1}/{len(prompts)}] {prompts[index].strip()}\n"
+def _answers(output: RequestOutput) -> list[Completion]:
+    """One, which is empty, where the prompt was refused."""
+    return output.completions[:1] if output.finish_reason is FinishReason.REFUSED else output.completions
+
+
+def _heading(output: RequestOutput, answer: int, prompts: list[str]) -> str:
+    """What stands before an answer: its prompt where there are several, and its number likewise."""
+    heading = ""
+    if len(prompts) > 1 and not answer:
+        gap = "\n" if output.index else ""
+        heading = f"{gap}[{output.index + 1}/{len(prompts)}] {prompts[output.index].strip()}\n"
+    num_answers = len(_answers(output))
+    return heading if num_answers == 1 else f"{heading}({answer + 1}/{num_answers}) "
 
 
 def _show(outputs: Iterator[RequestOutput], prompts: list[str]) -> list[RequestOutput]:
@@ -300,38 +318,44 @@ def _collect(
     from tqdm import tqdm
 
     finished: dict[int, RequestOutput] = {}
-    num_written = num_tokens = 0
+    num_written = num_outputs = 0
     with tqdm(total=len(prompts), unit=" prompts", disable=not sys.stderr.isatty()) as bar:
         for output in outputs:
-            num_tokens += bool(output.token_ids)
-            bar.set_postfix({"new tokens": num_tokens}, refresh=False)
+            num_outputs += 1
+            bar.set_postfix({"outputs": num_outputs}, refresh=False)
             if output.finished:
                 bar.update()
                 finished[output.index] = output
-            while answer := finished.get(num_written):
-                if file is None:
-                    tqdm.write(_heading(answer.index, prompts) + answer.text, file=sys.stdout)
-                else:
-                    file.write(json.dumps(_record(answer, prompts), ensure_ascii=False) + "\n")
+            while latest := finished.get(num_written):
+                for place, answer in enumerate(_answers(latest)):
+                    if file is None:
+                        tqdm.write(_heading(latest, place, prompts) + answer.text, file=sys.stdout)
+                    else:
+                        file.write(json.dumps(_record(latest, place, prompts), ensure_ascii=False) + "\n")
                 num_written += 1
     return list(finished.values())
 
 
-def _record(answer: RequestOutput, prompts: list[str]) -> dict[str, object]:
-    return {
-        "index": answer.index,
-        "prompt": prompts[answer.index],
+def _record(output: RequestOutput, place: int, prompts: list[str]) -> dict[str, object]:
+    """The JSON line of one answer: `place` counts those to its prompt, the best first where they were compared."""
+    answer = output.completions[place]
+    record = {
+        "index": output.index,
+        "completion": place,
+        "prompt": prompts[output.index],
         "text": answer.text,
         "token_ids": answer.token_ids,
-        "num_prompt_tokens": len(answer.prompt_ids),
+        "num_prompt_tokens": len(output.prompt_ids),
         "finish_reason": answer.finish_reason.value,
-        "error": answer.error,
+        "error": output.error,
+        "score": answer.score,
     }
+    return record | ({"logprobs": answer.logprobs} if answer.logprobs else {})
 
 
 def _print_summary(llm: LLM, answers: list[RequestOutput], seconds: float) -> None:
     num_prompt = sum(len(answer.prompt_ids) for answer in answers if not answer.error)
-    num_new = sum(len(answer.token_ids) for answer in answers)
+    num_new = sum(len(one.token_ids) for answer in answers for one in answer.completions)
     preemptions = llm.engine.num_preemptions
     print(
         f"\nprompts: {len(answers)}, of {num_prompt} tokens; {num_new} new tokens in {seconds:.1f} s, "

@@ -19,6 +19,7 @@ from tiny_models import byte_tokenizer, own_answers, tiny_model
 
 import paged_kv
 from paged_kv.cli import main
+from paged_kv.engine import LLM, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,6 +139,86 @@ def test_a_seed_repeats_and_sampling_options_reach_the_sampler(folder, capsys):
     assert capsys.readouterr().out == own_text(folder, "hello") + "\n"
 
 
+def test_several_answers_stand_in_order_under_their_prompt(folder, capsys):
+    options = ["--n", "2", "--temperature", "1.5", "--seed", "3"]
+    assert run(folder, "hello", *options, "--top-k", "1") == 0
+    answer = own_text(folder, "hello")
+    captured = capsys.readouterr()
+    assert captured.out == f"(1/2) {answer}\n(2/2) {answer}\n"
+    assert "12 new tokens" in captured.err
+    assert run(folder, "hello", "you", *options, "--top-k", "1") == 0
+    parts = [f"[{i}/2] {p}\n(1/2) {a}\n(2/2) {a}\n" for i, p, a in own_answers_of(folder, "hello", "you")]
+    assert capsys.readouterr().out == "\n".join(parts)
+    assert run(folder, "hello", *options) == 0
+    first, second = capsys.readouterr().out.split("\n(2/2) ")
+    assert first.removeprefix("(1/2) ") != second.removesuffix("\n")
+
+
+def own_answers_of(folder, *prompts):
+    return [(i, prompt, own_text(folder, prompt)) for i, prompt in enumerate(prompts, 1)]
+
+
+def test_many_prompts_with_several_answers_print_alike(folder, capsys):
+    prompts = [*"abcdefghi"]
+    assert run(folder, *prompts, "--n", "2") == 0
+    parts = [
+        f"[{i}/9] {prompt}\n(1/2) {answer}\n(2/2) {answer}\n"
+        for i, prompt, answer in own_answers_of(folder, *prompts)
+    ]
+    assert capsys.readouterr().out == "\n".join(parts)
+
+
+def test_output_holds_a_json_line_for_each_answer(folder, tmp_path, capsys):
+    file = tmp_path / "answers.jsonl"
+    options = ["--temperature", "1.5", "--seed", "3", "--best-of", "4", "--n", "2", "--logprobs", "3"]
+    assert run(folder, "hello", "you", *options, "--output", str(file)) == 0
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(record["index"], record["completion"]) for record in records] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [record["prompt"] for record in records] == ["hello", "hello", "you", "you"]
+    for record in records:
+        assert len(record["token_ids"]) == len(record["logprobs"]) == 6
+        told = [told[str(token)] for told, token in zip(record["logprobs"], record["token_ids"], strict=True)]
+        assert sum(told) == pytest.approx(record["score"])
+        assert all(len(told) in (3, 4) for told in record["logprobs"])
+    assert records[0]["score"] >= records[1]["score"]
+    assert capsys.readouterr().out == ""
+
+
+def test_beams_are_those_of_transformers(folder, tmp_path):
+    file = tmp_path / "answers.jsonl"
+    options = ["--beam-width", "4", "--n", "2", "--length-penalty", "2", "--output", str(file)]
+    assert run(folder, "hello", *options) == 0
+    model = tiny_model("llama", vocab_size=256, max_position_embeddings=CONTEXT)
+    theirs = model.generate(
+        torch.tensor([byte_tokenizer()("hello").input_ids]),
+        max_new_tokens=6,
+        num_beams=4,
+        num_return_sequences=2,
+        length_penalty=2.0,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["token_ids"] for record in records] == theirs.sequences[:, 5:].tolist()
+    assert [record["score"] for record in records] == pytest.approx(
+        theirs.sequences_scores.tolist(), rel=1e-4
+    )
+
+
+def test_every_other_option_reaches_the_request(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr("paged_kv.cli._print_summary", lambda *rest: None)
+    monkeypatch.setattr(LLM, "stream", lambda llm, ids, params: asked.append(params) or (_ for _ in ()))
+    options = ["--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--draft-tokens", "3"]
+    assert run(folder, "hello", *options, "--stop", "a", "--stop", "b") == 0
+    assert asked == [
+        SamplingParams(
+            max_tokens=6, repetition_penalty=1.5, presence_penalty=0.5, draft_tokens=3, stop=("a", "b")
+        )
+    ]
+
+
 def test_stats_and_a_trace_are_told_when_asked_for(folder, tmp_path, capsys):
     trace = tmp_path / "trace.json"
     assert run(folder, "hello", "hello you", "--stats", "--trace", str(trace)) == 0
@@ -175,6 +256,12 @@ def test_weights_can_be_loaded_in_another_dtype(folder, monkeypatch, capsys):
         (["a", "--num-blocks", "0"], "num_blocks: expected an integer of at least 1, got 0"),
         (["a", "--num-blocks", "9" * 12], "bytes of memory for the cache"),
         (["a", "--num-blocks", "9" * 30], "bytes of memory for the cache"),
+        (["a", "--n", "0"], "n: expected an integer of 1 or more, got 0"),
+        (["a", "--n", "3", "--best-of", "2"], "best_of: expected an integer of 3 or more, got 2"),
+        (["a", "--beam-width", "1"], "beam_width: expected an integer of 2 or more, got 1"),
+        (["a", "--beam-width", "2", "--temperature", "1"], "temperature: expected 0 with beam_width, got 1"),
+        (["a", "--logprobs", "2"], "logprobs: expected an --output, since only JSON lines tell them"),
+        (["a", "--n", "65"], "prompt 1: it asks for 65 sequences; max_num_seqs is 64"),
         (["a", "--max-tokens", "many"], "argument --max-tokens: invalid int value"),
         (["a", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["x" * 40_000], f"prompt 1: the prompt has 40000 tokens; the context holds {CONTEXT}"),
