@@ -11,30 +11,24 @@ from paged_kv.errors import OutOfBlocksError
 from paged_kv.manager import PagedKVCacheManager
 
 
-class Blocks:
+class Blocks(list):
     """What each block holds, slot by slot, moved as the tensors would be; a token stands for its keys."""
 
-    def __init__(self, num_blocks, num_host_blocks, block_size):
-        self.device = [[None] * block_size for _ in range(num_blocks)]
-        self.host = [[None] * block_size for _ in range(num_host_blocks)]
+    def __init__(self, num_blocks, block_size):
+        super().__init__([None] * block_size for _ in range(num_blocks))
 
-    def copy(self, pairs):
-        for source, destination in pairs:
-            self.device[destination] = list(self.device[source])
+    def copy_blocks(self, pairs):
+        self.swap_blocks(self, pairs)
 
-    def swap_out(self, pairs):
-        for source, destination in pairs:
-            self.host[destination] = list(self.device[source])
-
-    def swap_in(self, pairs):
-        for source, destination in pairs:
-            self.device[destination] = list(self.host[source])
+    def swap_blocks(self, destination, pairs):
+        for source, target in pairs:
+            destination[target] = list(self[source])
 
 
 def new_scheduler(num_blocks, block_size, max_batch_tokens=64, max_num_seqs=4, num_host_blocks=0, cache=True):
     manager = PagedKVCacheManager(num_blocks, block_size, num_host_blocks=num_host_blocks, prefix_cache=cache)
-    blocks = Blocks(num_blocks, num_host_blocks, block_size)
-    return Scheduler(manager, blocks, max_batch_tokens, max_num_seqs)
+    host_blocks = Blocks(num_host_blocks, block_size) if num_host_blocks else None
+    return Scheduler(manager, Blocks(num_blocks, block_size), host_blocks, max_batch_tokens, max_num_seqs)
 
 
 def make_request(request_id, num_prompt, num_new, n=1, priority=0):
@@ -51,18 +45,18 @@ def make_request(request_id, num_prompt, num_new, n=1, priority=0):
 def run_step(scheduler):
     """One step without a model: writes the tokens to their slots, checks all that each token would read, and gives
     each sequence whose tokens are all computed one more."""
-    step, manager, blocks = scheduler.schedule(), scheduler.manager, scheduler.mover
+    step, manager, blocks = scheduler.schedule(), scheduler.manager, scheduler.cache
     size, slots = manager.block_size, iter(step.slot_mapping.tolist() if step.work else ())
     for _, sequence, count, _ in step.work:
         assert count >= 1
         for token in sequence.token_ids[sequence.num_computed : sequence.num_computed + count]:
             slot = next(slots)
-            blocks.device[slot // size][slot % size] = token
+            blocks[slot // size][slot % size] = token
         sequence.num_computed += count
         assert manager.seq_len(sequence.seq_id) == sequence.num_computed
     for request, sequence, _, num_rows in step.work:
         table = manager.block_tables([sequence.seq_id])[0]
-        held = [token for block in table for token in blocks.device[block]]
+        held = [token for block in table for token in blocks[block]]
         assert held[: sequence.num_computed] == sequence.token_ids[: sequence.num_computed]
         if len(request.live) > 1 and not request.forked and sequence.num_computed == len(request.prompt_ids):
             scheduler.fork(request)

@@ -8,36 +8,31 @@ best `width`; of the others the best `width` are the next beams, each going on f
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
-from .request import FinishReason, Sequence
-from .sampling_params import SamplingParams
+from .request import FinishReason, Request, Sequence
 
 __all__ = ["BeamSearch"]
 
 
 class BeamSearch:
-    """Args:
-    params: width, length penalty, early stopping, and how many hypotheses are the answer.
-    num_prompt, max_len: tokens of the prompt, and of prompt and answer at most.
-    stop_token_ids: tokens that end a hypothesis.
-    """
+    """The search that answers `request`."""
 
-    def __init__(
-        self, params: SamplingParams, num_prompt: int, max_len: int, stop_token_ids: Collection[int]
-    ) -> None:
-        self.params = params
-        self.num_prompt = num_prompt
-        self.max_len = max_len
-        self.stop_token_ids = stop_token_ids
-        self.width = params.beam_width
-        self.num_candidates = max(2, 1 + len(stop_token_ids)) * self.width
+    def __init__(self, request: Request) -> None:
+        self.params = request.params
+        self.num_prompt = len(request.prompt_ids)
+        self.max_len = request.max_len
+        self.stop_token_ids = request.stop_token_ids
+        self.width = self.params.beam_width
+        self.num_candidates = max(2, 1 + len(self.stop_token_ids)) * self.width
         self.hypotheses: list[Sequence] = []  # the best `width` so far, the best first
         self.finished: list[Sequence] = []  # the answer, once the search has ended
         self.improvable = True
+
+    @property
+    def _full(self) -> bool:
+        return len(self.hypotheses) == self.width
 
     def advance(self, beams: list[Sequence], log_probs: Tensor) -> list[tuple[int, int, float]] | None:
         """Takes one step from the beams, or from the stem alone at first.
@@ -55,26 +50,24 @@ class BeamSearch:
         scores = torch.tensor([beam.score for beam in beams], dtype=torch.float32, device=log_probs.device)
         total = (log_probs + scores[:, None]).flatten()
         values, places = total.topk(min(self.num_candidates, len(total)))
-        candidates = list(zip(values, places.tolist(), strict=True))
 
         at_end = length + self.num_prompt >= self.max_len
         going_on, ending = [], []
-        for rank, (value, place) in enumerate(candidates):
+        for rank, (value, place) in enumerate(zip(values, places.tolist(), strict=True)):
             parent, token = divmod(place, vocab_size)
             stops = token in self.stop_token_ids
             if not stops and not at_end:
                 going_on.append((parent, token, float(value)))
             elif rank < self.width:
-                ending.append((parent, token, value / length**self.params.length_penalty, stops))
-        full = len(self.hypotheses) == self.width and self.params.early_stopping is True
-        if self.improvable and not full:
+                ending.append((beams[parent], token, value / length**self.params.length_penalty, stops))
+        stop_early = self.params.early_stopping is True
+        if self.improvable and not (stop_early and self._full):
             for parent, token, value, stops in ending:
-                self._add(beams[parent], token, float(value), stops)
+                self._add(parent, token, float(value), stops)
         next_beams = going_on[: self.width]
         if next_beams:
             self._check_improvable(torch.tensor(next_beams[0][2]), length)
-        full = len(self.hypotheses) == self.width and self.params.early_stopping is True
-        if at_end or full or not self.improvable:
+        if at_end or (stop_early and self._full) or not self.improvable:
             self.finished = self.hypotheses[: self.params.n]
             return None
         return next_beams
@@ -84,7 +77,7 @@ class BeamSearch:
         penalty = self.params.length_penalty
         if self.params.early_stopping == "never" and penalty > 0:
             length = self.max_len - self.num_prompt
-        worst = self.hypotheses[-1].score if len(self.hypotheses) == self.width else -1e9
+        worst = self.hypotheses[-1].score if self._full else -1e9
         self.improvable = self.improvable and bool(best / length**penalty > worst)
 
     def _add(self, parent: Sequence, token: int, score: float, stops: bool) -> None:

@@ -59,6 +59,7 @@ class TextStream:
         self._detokenizer = Detokenizer(tokenizer)
         self._stop = stop
         self._held = ""
+        self._stopped = False
         self.text = ""
 
     def push(self, token: int, *, may_stop: bool = True) -> bool:
@@ -69,7 +70,7 @@ class TextStream:
             return False
         places = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
         if places:
-            self.text, self._held = self.text + self._held[: min(places)], ""
+            self.text, self._stopped = self.text + self._held[: min(places)], True
             return True
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         certain = len(self._held) - keep
@@ -78,7 +79,8 @@ class TextStream:
 
     def close(self) -> None:
         """No more tokens come."""
-        self.text, self._held = self.text + self._held + self._detokenizer.flush(), ""
+        if not self._stopped:
+            self.text, self._stopped = self.text + self._held + self._detokenizer.flush(), True
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,6 +1,6 @@
 """The loop: add requests at any time, call `step` until nothing is left.
 
-add_request -> Scheduler (which tokens, which slots) -> ModelRunner (logits) -> sample -> the sequences' tokens
+add_request -> Scheduler (which tokens, which slots) -> run_model (logits) -> sample -> the sequences' tokens
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .detokenizer import TextStream
 from .drafts import PromptLookup
 from .metrics import CacheUse, EngineMetrics
 from .request import FinishReason, Request, Sequence
-from .runner import ModelRunner
+from .runner import run_model
 from .sampler import new_processors, process, sample, tell_logprobs
 from .sampling_params import SamplingParams, check_integer
 from .scheduler import ScheduledStep, Scheduler
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Engine"]
-
-NOT_FINITE = "the model's logits are not finite (NaN or infinite)"
 
 
 class Engine:
@@ -69,20 +67,13 @@ class Engine:
         max_batch_tokens: int = 512,
         max_num_seqs: int = 64,
     ) -> None:
-        self.model = model
-        self.manager = manager
-        self.tokenizer = tokenizer
-        self.eos_token_ids = frozenset(eos_token_ids)
         check_integer("max_batch_tokens", max_batch_tokens, 1)
         check_integer("max_num_seqs", max_num_seqs, 1)
+        num_host_blocks = host_cache.num_blocks if host_cache else 0
         for name, got, expected in (
             ("num_blocks", cache.num_blocks, manager.num_blocks),
             ("block_size", cache.block_size, manager.block_size),
-            (
-                "host_cache",
-                host_cache.num_blocks if host_cache else 0,
-                manager.stats().num_host_blocks,
-            ),
+            ("host_cache", num_host_blocks, manager.stats().num_host_blocks),
         ):
             if got != expected:
                 raise ValueError(f"{name}: expected {expected}, as the manager has, got {got}")
@@ -97,16 +88,18 @@ class Engine:
         # The last token of a sequence is never computed, so it needs no slot.
         pool = manager.num_blocks * manager.block_size + 1
         self.max_model_len = min(context, pool) if context else pool
-        self._runner = ModelRunner(model, cache, host_cache, manager)
-        self._scheduler = Scheduler(manager, self._runner, max_batch_tokens, max_num_seqs)
-        self._ids = count()
+        self.model = model
+        self.cache = cache
+        self.manager = manager
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
         self.metrics = EngineMetrics()
-        self.trace: StepTrace | None = None
         self.cache_use = CacheUse(
-            block_size=manager.block_size,
-            bytes_per_token=cache.bytes_per_block // cache.block_size,
-            reserved_per_sequence=context or self.max_model_len,
+            manager.block_size, cache.bytes_per_block // cache.block_size, context or self.max_model_len
         )
+        self.trace: StepTrace | None = None
+        self._scheduler = Scheduler(manager, cache, host_cache, max_batch_tokens, max_num_seqs)
+        self._ids = count()
 
     def add_request(
         self,
@@ -127,9 +120,7 @@ class Engine:
             on_token: called after each step that brings the request on, and when it ends in a step. If it
                 raises, its request ends with an error, and no other.
         """
-        prompt_ids = [
-            index(token) for token in prompt_ids
-        ]  # whatever stands for an integer, and nothing else
+        prompt_ids = [index(token) for token in prompt_ids]  # what stands for an integer, and nothing else
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority: expected an integer, got {priority!r}")
         if not isinstance(salt, str | None):
@@ -151,7 +142,7 @@ class Engine:
             return request
         request.processors = new_processors(params, len(prompt_ids), stop, self.model.device)
         if params.beam_width:
-            request.beams = BeamSearch(params, len(prompt_ids), max_len, stop)
+            request.beams = BeamSearch(request)
         for sequence in request.sequences:
             if self.tokenizer is not None:
                 sequence.text_stream = TextStream(self.tokenizer, params.stop)
@@ -180,9 +171,8 @@ class Engine:
             if not step.work:
                 return []
             scheduled = time.perf_counter()
-            stats = self.manager.stats()
-            self.cache_use.record(stats)
-            logits = self._runner.run(step)
+            self.cache_use.record(self.manager.stats())
+            logits = run_model(self.model, self.cache, self.manager, step)
             computed = time.perf_counter()
             changed = self._advance(step, logits)
         except BaseException:
@@ -211,7 +201,7 @@ class Engine:
             rows = range(row, row + num_rows)
             row += num_rows
             if not all(finite[i] for i in rows):
-                request.finish(FinishReason.ERROR, NOT_FINITE)
+                request.finish(FinishReason.ERROR, "the model's logits are not finite (NaN or infinite)")
                 changed[request] = None
             if request.finished:
                 continue
@@ -267,8 +257,6 @@ class Engine:
         stopped = sequence.text_stream is not None and sequence.text_stream.push(token, may_stop=may_stop)
         if stopped or (may_stop and token in request.stop_token_ids):
             sequence.finish(FinishReason.STOP)
-            if not stopped and sequence.text_stream:
-                sequence.text_stream.close()
         elif len(sequence.token_ids) >= request.max_len:
             sequence.finish(FinishReason.LENGTH)
 
@@ -374,24 +362,20 @@ class Engine:
         metrics.num_running = sum(len(request.live) for request in scheduler.running)
         metrics.num_waiting = len(scheduler.waiting)
         metrics.cache_use = stats.num_used_blocks / stats.num_blocks
-        if self.trace is not None:
-            decodes = sum(work.num_rows == work.count == 1 for work in step.work)
-            self.trace.span(
-                "step",
-                started,
-                ended,
-                sequences=len(step.work),
-                tokens=step.num_tokens,
-                decodes=decodes,
-                chunks=[work.count for work in step.work if work.count > 1],
-                blocks=stats.num_used_blocks,
-            )
-            self.trace.span("schedule", started, scheduled)
-            self.trace.span("model", scheduled, computed)
-            self.trace.span("sample", computed, ended)
-            self.trace.count("sequences", ended, running=metrics.num_running, waiting=metrics.num_waiting)
-            self.trace.count(
-                "blocks", ended, used=stats.num_used_blocks, evictable=stats.num_evictable_blocks
-            )
-            if preempted:
-                self.trace.mark("preempted", scheduled, requests=preempted)
+        if self.trace is None:
+            return
+        told = {
+            "sequences": len(step.work),
+            "tokens": step.num_tokens,
+            "decodes": sum(work.num_rows == work.count == 1 for work in step.work),
+            "chunks": [work.count for work in step.work if work.count > 1],
+            "blocks": stats.num_used_blocks,
+        }
+        self.trace.span("step", started, ended, **told)
+        self.trace.span("schedule", started, scheduled)
+        self.trace.span("model", scheduled, computed)
+        self.trace.span("sample", computed, ended)
+        self.trace.count("sequences", ended, running=metrics.num_running, waiting=metrics.num_waiting)
+        self.trace.count("blocks", ended, used=stats.num_used_blocks, evictable=stats.num_evictable_blocks)
+        if preempted:
+            self.trace.mark("preempted", scheduled, requests=preempted)

@@ -65,7 +65,7 @@ class Sequence:
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         self.finish_reason, self.error = reason, error
-        if self.text_stream and reason is not FinishReason.STOP:
+        if self.text_stream:
             self.text_stream.close()
 
 

@@ -1,4 +1,4 @@
-"""Computes one scheduled step: packs its tokens, runs the model. Moves blocks when the manager asks for it."""
+"""Computes one scheduled step: packs its tokens and runs the model."""
 
 from __future__ import annotations
 
@@ -11,62 +11,33 @@ from torch import Tensor
 from ..cache import PagedKVCache
 from ..integrations.transformers import PagedBatch, PagedModel
 from ..manager import PagedKVCacheManager
-from .scheduler import Pairs, ScheduledStep
+from .scheduler import ScheduledStep
 
-__all__ = ["ModelRunner"]
+__all__ = ["run_model"]
 
 
-class ModelRunner:
-    def __init__(
-        self,
-        model: PagedModel,
-        cache: PagedKVCache,
-        host_cache: PagedKVCache | None,
-        manager: PagedKVCacheManager,
-    ) -> None:
-        self.model = model
-        self.cache = cache
-        self.host_cache = host_cache
-        self.manager = manager
+def run_model(
+    model: PagedModel, cache: PagedKVCache, manager: PagedKVCacheManager, step: ScheduledStep
+) -> Tensor:
+    """Logits `[R, vocab_size]` of the step's R tokens that need them, in the order of its work."""
 
-    def run(self, step: ScheduledStep) -> Tensor:
-        """Logits `[R, vocab_size]` of the step's R tokens that need them, in the order of its work."""
-        work = step.work
-        counts = np.array([each.count for each in work])
-        computed = np.array([each.sequence.num_computed for each in work])
-        num_rows = np.array([each.num_rows for each in work])
-        ends = counts.cumsum()
-        tokens = list(
-            chain.from_iterable(
-                w.sequence.token_ids[w.sequence.num_computed : w.sequence.num_computed + w.count]
-                + w.sequence.drafts
-                for w in work
-            )
-        )
-        positions = np.arange(len(tokens)) + np.repeat(computed - (ends - counts), counts)
-        rows = np.arange(num_rows.sum()) + np.repeat(ends - num_rows.cumsum(), num_rows)
-        seq_lens = computed + counts
-        batch = PagedBatch(
-            slot_mapping=self._tensor(step.slot_mapping),
-            block_tables=self._tensor(self.manager.block_tables([w.sequence.seq_id for w in work])),
-            seq_lens=self._tensor(seq_lens.astype(np.int32)),
-            query_start_loc=self._tensor(np.concatenate([[0], ends]).astype(np.int32)),
-            max_query_len=int(counts.max()),
-            max_seq_len=int(seq_lens.max()),
-            cache=self.cache,
-        )
-        return self.model.forward(
-            self._tensor(np.array(tokens)), self._tensor(positions), batch, self._tensor(rows)
-        )
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(model.device)
 
-    def copy(self, pairs: Pairs) -> None:
-        self.cache.copy_blocks(pairs)
-
-    def swap_out(self, pairs: Pairs) -> None:
-        self.cache.swap_blocks(self.host_cache, pairs)
-
-    def swap_in(self, pairs: Pairs) -> None:
-        self.host_cache.swap_blocks(self.cache, pairs)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device)
+    counts = np.array([work.count for work in step.work])
+    computed = np.array([work.sequence.num_computed for work in step.work])
+    num_rows = np.array([work.num_rows for work in step.work])
+    ends, seq_lens = counts.cumsum(), computed + counts
+    tokens = np.array(list(chain.from_iterable(work.tokens for work in step.work)))
+    positions = np.arange(len(tokens)) + np.repeat(computed - (ends - counts), counts)
+    rows = np.arange(num_rows.sum()) + np.repeat(ends - num_rows.cumsum(), num_rows)
+    batch = PagedBatch(
+        slot_mapping=tensor(step.slot_mapping),
+        block_tables=tensor(manager.block_tables([work.sequence.seq_id for work in step.work])),
+        seq_lens=tensor(seq_lens.astype(np.int32)),
+        query_start_loc=tensor(np.concatenate([[0], ends]).astype(np.int32)),
+        max_query_len=int(counts.max()),
+        max_seq_len=int(seq_lens.max()),
+        cache=cache,
+    )
+    return model.forward(tensor(tokens), tensor(positions), batch, tensor(rows))

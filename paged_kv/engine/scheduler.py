@@ -17,26 +17,17 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from ..cache import PagedKVCache
 from ..errors import OutOfBlocksError, OutOfHostBlocksError
 from ..manager import AdmissionStatus, PagedKVCacheManager
 from ..manager.chain import ContentKey
 from .request import Request, Sequence
 
-__all__ = ["BlockMover", "ScheduledStep", "Scheduler", "Work"]
-
-Pairs = list[tuple[int, int]]
-
-
-class BlockMover(Protocol):
-    """Carries out at once what the manager asks for, (source, destination) block by block."""
-
-    def copy(self, pairs: Pairs) -> None: ...
-    def swap_out(self, pairs: Pairs) -> None: ...
-    def swap_in(self, pairs: Pairs) -> None: ...
+__all__ = ["ScheduledStep", "Scheduler", "Work"]
 
 
 class Work(NamedTuple):
@@ -46,6 +37,11 @@ class Work(NamedTuple):
     sequence: Sequence
     count: int
     num_rows: int
+
+    @property
+    def tokens(self) -> list[int]:
+        start = self.sequence.num_computed
+        return self.sequence.token_ids[start : start + self.count] + self.sequence.drafts
 
 
 @dataclass
@@ -67,16 +63,22 @@ class ScheduledStep:
 class Scheduler:
     """Args:
     manager: gives out the blocks.
-    mover: carries out its copies and swaps.
+    cache, host_cache: where its copies and swaps are carried out, at once.
     max_batch_tokens: budget of a step, in tokens.
     max_num_seqs: most sequences that run at once.
     """
 
     def __init__(
-        self, manager: PagedKVCacheManager, mover: BlockMover, max_batch_tokens: int, max_num_seqs: int
+        self,
+        manager: PagedKVCacheManager,
+        cache: PagedKVCache,
+        host_cache: PagedKVCache | None,
+        max_batch_tokens: int,
+        max_num_seqs: int,
     ) -> None:
         self.manager = manager
-        self.mover = mover
+        self.cache = cache
+        self.host_cache = host_cache
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs
         self.waiting: list[Request] = []
@@ -198,17 +200,12 @@ class Scheduler:
     def _append(self, step: ScheduledStep, work: list[Work]) -> None:
         if not work:
             return
+        tokens = [each.tokens for each in work]
         if all(each.count == 1 for each in work):
-            tokens = np.array([[w.sequence.token_ids[w.sequence.num_computed]] for w in work], np.int32)
-        else:
-            tokens = [
-                w.sequence.token_ids[w.sequence.num_computed : w.sequence.num_computed + w.count]
-                + w.sequence.drafts
-                for w in work
-            ]
-        reserved = self.manager.append([w.sequence.seq_id for w in work], tokens)
+            tokens = np.array(tokens, np.int32)  # quicker
+        reserved = self.manager.append([each.sequence.seq_id for each in work], tokens)
         if reserved.block_copies:
-            self.mover.copy(reserved.block_copies)
+            self.cache.copy_blocks(reserved.block_copies)
         step.work += work
         step.slots.append(reserved.slot_mapping)
 
@@ -216,8 +213,8 @@ class Scheduler:
         request.num_preemptions += 1
         seq_ids = [sequence.seq_id for sequence in request.resident]
         try:
-            if self.manager.stats().num_host_blocks:
-                self.mover.swap_out(self.manager.swap_out(seq_ids))
+            if self.host_cache is not None:
+                self.cache.swap_blocks(self.host_cache, self.manager.swap_out(seq_ids))
                 request.swapped = True
                 self.num_swapped += 1
         except OutOfHostBlocksError:
@@ -274,11 +271,12 @@ class Scheduler:
 
     def _swap_in(self, request: Request) -> bool:
         try:
-            self.mover.swap_in(self.manager.swap_in([sequence.seq_id for sequence in request.resident]))
+            pairs = self.manager.swap_in([sequence.seq_id for sequence in request.resident])
         except OutOfBlocksError:
             if not self.running:
                 raise
             return False
+        self.host_cache.swap_blocks(self.cache, pairs)
         return True
 
     def _leaves_room(self, request: Request) -> bool:
