@@ -21,6 +21,7 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import subprocess
 import tempfile
 import time
@@ -32,11 +33,11 @@ import transformers
 
 from paged_kv.engine import LLM, SamplingParams
 from paged_kv.engine.loading import default_model, load
-from paged_kv.engine.quality import perplexity
 from paged_kv.replay.traces import read_trace
 
 from .common import machine
 from .peers import FOLDER
+from .perplexity import perplexity
 
 SCALE = 16  # 1: the model's whole context, for a machine with hours to spare
 CONTEXT, BLOCK_SIZE = 8192 // SCALE, 16
@@ -362,19 +363,29 @@ def measure_drafts(model, tokenizer, args) -> list[dict]:
 
 
 def measure_compile(model, tokenizer, args) -> list[dict]:
-    rows = []
+    """The model's forward for 8 rows of decode, and for their prompts of 32 tokens, all in one step."""
+    rows, answers = [], []
     for compiled in (False, True):
-        llm, times = new_llm(model, 2048, compile=compiled, prefix_cache=False), []
-        for length in (24, 32, 40):  # graphs are made for the first sizes, and once more for all
-            started = time.perf_counter()
-            prompts = [random_ids(length, i) for i in range(8)]
-            steps, inside = llm.metrics.num_steps, llm.metrics.model_seconds
-            llm.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True))
-            times.append(time.perf_counter() - started)
-        steps, inside = llm.metrics.num_steps - steps, llm.metrics.model_seconds - inside
+        llm, forward = new_llm(model, 2048, compile=compiled, prefix_cache=False), []
+        for length in (24, 32):  # compiled in the first round; the second one has another size
+            params = SamplingParams(max_tokens=24, ignore_eos=True)
+            requests = [llm.engine.add_request(random_ids(length, i), params) for i in range(8)]
+            forward.append([])
+            while llm.engine.has_work:
+                before = llm.metrics.model_seconds
+                llm.engine.step()
+                forward[-1].append(llm.metrics.model_seconds - before)
+        answers.append([request.new_token_ids for request in requests])
         rows.append(
-            tell("compiled" if compiled else "eager", first_run_s=times[0], forward_ms=inside / steps * 1e3)
+            tell(
+                "compiled" if compiled else "eager",
+                first_step_s=forward[0][0],
+                second_step_s=forward[0][1],
+                prefill_ms=forward[1][0] * 1e3,
+                decode_ms=statistics.median(forward[1][1:]) * 1e3,
+            )
         )
+    print(f"  the same tokens: {sum(a == b for a, b in zip(*answers, strict=True))} of 8")
     return rows
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import random_prompts, tiny_model
 
-from paged_kv.engine.quality import perplexity
+from bench.perplexity import perplexity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny_models import own_answers
 
+from bench.perplexity import perplexity
 from paged_kv import LLM, SamplingParams
 from paged_kv.engine.loading import default_model, load
-from paged_kv.engine.quality import perplexity
 
 # Two threads gain little on so small a model, and lose much where tests run side by side.
 pytestmark = pytest.mark.usefixtures("one_thread")

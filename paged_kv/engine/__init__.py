@@ -10,7 +10,6 @@ beams.py, drafts.py  beam search; guesses from the text itself
 request.py           a request and the sequences that answer it
 sampling_params.py, detokenizer.py, loading.py   what these need
 metrics.py, tracing.py   what was done, in figures and as a picture
-quality.py           what a quantised cache costs: perplexity
 """
 
 from .async_engine import AsyncEngine
