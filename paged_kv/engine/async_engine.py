@@ -50,9 +50,7 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Aborts what runs and ends the thread."""
-        for ticket in list(self._tickets):
-            self._drop(ticket)
-            ticket.outputs.put_nowait(RuntimeError("the engine was closed"))
+        self._fail_all(RuntimeError("the engine was closed"))
         if self._driver is not None:
             await self._driver
         self._thread.shutdown()
@@ -86,12 +84,15 @@ class AsyncEngine:
         ticket = _Ticket()
 
         def add() -> None:
-            if not ticket.cancelled:
-                request = self.llm.engine.add_request(ids, params, priority=priority, salt=salt)
-                ticket.teller = Teller(request)
+            try:
+                if not ticket.cancelled:
+                    request = self.llm.engine.add_request(ids, params, priority=priority, salt=salt)
+                    ticket.teller = Teller(request)
+            except Exception as error:
+                ticket.outputs.put_nowait(error)
 
         self._tickets.add(ticket)
-        self._call(lambda: self._try(ticket, add))
+        self._call(add)
         try:
             while True:
                 output = await ticket.outputs.get()
@@ -119,11 +120,9 @@ class AsyncEngine:
         if self._driver is None:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
-    @staticmethod
-    def _try(ticket: _Ticket, function: Callable[[], None]) -> None:
-        try:
-            function()
-        except Exception as error:
+    def _fail_all(self, error: Exception) -> None:
+        for ticket in list(self._tickets):
+            self._drop(ticket)
             ticket.outputs.put_nowait(error)
 
     async def _drive(self) -> None:
@@ -139,9 +138,7 @@ class AsyncEngine:
                 try:
                     await loop.run_in_executor(self._thread, engine.step)
                 except Exception as error:
-                    for ticket in list(self._tickets):
-                        self._drop(ticket)
-                        ticket.outputs.put_nowait(error)
+                    self._fail_all(error)
                 self._tell()
         finally:
             self._driver = None

@@ -87,6 +87,11 @@ class LLM:
         prefix_cache: let prompts start with what earlier requests computed for the same beginning.
         max_model_len, max_batch_tokens, max_num_seqs: see Engine.
 
+    Attributes:
+        metrics: latencies, and totals of what was done.
+        cache_use: how the cache was used so far, and what a contiguous cache would have taken.
+        engine: what computes.
+
     Raises:
         UnsupportedModelError: the model cannot run on a paged cache.
         FileNotFoundError, ImportError: see `paged_kv.engine.loading.load`.
@@ -144,16 +149,8 @@ class LLM:
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
         )
-
-    @property
-    def cache_use(self) -> CacheUse:
-        """How the cache was used so far, and what a contiguous cache would have taken."""
-        return self.engine.cache_use
-
-    @property
-    def metrics(self) -> EngineMetrics:
-        """Latencies, and totals of what was done."""
-        return self.engine.metrics
+        self.cache_use: CacheUse = self.engine.cache_use
+        self.metrics: EngineMetrics = self.engine.metrics
 
     def encode(self, prompt: str | Sequence[dict[str, str]], *, chat: bool = False) -> list[int]:
         """Token ids of a text; `chat` wraps it as a user's message in the tokenizer's chat template.
@@ -218,29 +215,24 @@ class LLM:
             if not isinstance(prompt, (str, Sequence)):
                 raise TypeError(f"prompts: expected texts or lists of token ids, got {prompt!r} among them")
         ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return self._stream(ids, params, priority, salt)
 
-    def _stream(
-        self,
-        prompts: list[Sequence[int]],
-        params: Sequence[SamplingParams],
-        priority: int,
-        salt: str | None,
-    ) -> Iterator[RequestOutput]:
-        requests: list[Request] = []
-        try:
-            for ids, param in zip(prompts, params, strict=True):
-                requests.append(self.engine.add_request(ids, param, priority=priority, salt=salt))
-            tellers = [Teller(request, index) for index, request in enumerate(requests)]
-            while tellers:
-                # Whoever else works with the engine steps these requests too, so their state tells what is new.
-                yield from [teller.output() for teller in tellers if teller.has_news]
-                tellers = [one for one in tellers if one.has_news or not one.request.finished]
-                if tellers:
-                    self.engine.step()
-        finally:
-            for request in requests:
-                self.engine.abort(request)
+        def outputs() -> Iterator[RequestOutput]:
+            requests: list[Request] = []
+            try:
+                for prompt_ids, param in zip(ids, params, strict=True):
+                    requests.append(self.engine.add_request(prompt_ids, param, priority=priority, salt=salt))
+                tellers = [Teller(request, index) for index, request in enumerate(requests)]
+                while tellers:
+                    # Whoever else works with the engine steps these requests too, so their state tells what is new.
+                    yield from [teller.output() for teller in tellers if teller.has_news]
+                    tellers = [one for one in tellers if one.has_news or not one.request.finished]
+                    if tellers:
+                        self.engine.step()
+            finally:
+                for request in requests:
+                    self.engine.abort(request)
+
+        return outputs()
 
 
 class Teller:
@@ -268,26 +260,19 @@ class Teller:
         request, completions = self.request, []
         self._told = self._state
         for place, sequence in enumerate(request.completions if any(self._told) else ()):
-            text = sequence.text
+            text, told, self._text_lens[place] = sequence.text, self._text_lens[place], len(sequence.text)
+            tokens, logprobs = sequence.new_token_ids, list(sequence.logprobs)
             completions.append(
-                Completion(
-                    token_ids=sequence.new_token_ids,
-                    text=text,
-                    new_text=text[self._text_lens[place] :],
-                    finish_reason=sequence.finish_reason,
-                    logprobs=list(sequence.logprobs),
-                    score=sequence.score,
-                )
+                Completion(tokens, text, text[told:], sequence.finish_reason, logprobs, sequence.score)
             )
-            self._text_lens[place] = len(text)
         return RequestOutput(
-            index=self._index,
-            prompt_ids=request.prompt_ids,
-            completions=completions,
-            error=request.error,
-            finished=request.finished,
-            num_cached_tokens=request.num_cached_tokens,
-            num_preemptions=request.num_preemptions,
+            self._index,
+            request.prompt_ids,
+            completions,
+            request.error,
+            request.finished,
+            request.num_cached_tokens,
+            request.num_preemptions,
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
 
 from ..manager import Stats
 
@@ -12,6 +13,9 @@ __all__ = ["CacheUse", "EngineMetrics", "Histogram"]
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Seconds: from a step of a tiny model to a prompt that waits for a minute."""
+
+GAUGES = ("num_running", "num_waiting", "cache_use", "hit_rate", "acceptance_rate")
+"""What tells how things stand; the others only grow."""
 
 
 class Histogram:
@@ -37,6 +41,11 @@ class Histogram:
         """The least duration that a share of at least `q` does not exceed; 0 where there is none."""
         ordered = sorted(self._recent)
         return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
+
+    def prometheus(self, name: str) -> list[str]:
+        bounds = zip((*BUCKETS, "+Inf"), accumulate(self.buckets), strict=True)
+        lines = [f'{name}_bucket{{le="{bound}"}} {number}' for bound, number in bounds]
+        return [*lines, f"{name}_sum {self.sum}", f"{name}_count {self.count}"]
 
 
 @dataclass
@@ -80,29 +89,17 @@ class EngineMetrics:
     def prometheus(self) -> str:
         """All of it in Prometheus' text format."""
         lines: list[str] = []
-
-        def tell(name: str, kind: str, value: float, labels: str = "") -> None:
-            if not labels or f"# TYPE paged_kv_engine_{name} {kind}" not in lines:
-                lines.append(f"# TYPE paged_kv_engine_{name} {kind}")
-            lines.append(f"paged_kv_engine_{name}{labels} {value}")
-
-        for name in ("num_running", "num_waiting", "cache_use", "hit_rate", "acceptance_rate"):
-            tell(name, "gauge", getattr(self, name))
-        for name in (
-            *("num_steps", "step_seconds", "model_seconds", "computed_tokens", "prompt_tokens"),
-            *("cached_tokens", "new_tokens", "drafted_tokens", "accepted_tokens", "recomputed", "swapped"),
-        ):
-            tell(f"{name}_total", "counter", getattr(self, name))
-        for reason, number in sorted(self.finished.items()):
-            tell("finished_total", "counter", number, f'{{reason="{reason}"}}')
-        for name in ("time_to_first_token", "inter_token_latency", "queue_time"):
-            histogram, total = getattr(self, name), 0
-            lines.append(f"# TYPE paged_kv_engine_{name}_seconds histogram")
-            for bound, number in zip((*BUCKETS, "+Inf"), histogram.buckets, strict=True):
-                total += number
-                lines.append(f'paged_kv_engine_{name}_seconds_bucket{{le="{bound}"}} {total}')
-            lines.append(f"paged_kv_engine_{name}_seconds_sum {histogram.sum}")
-            lines.append(f"paged_kv_engine_{name}_seconds_count {histogram.count}")
+        for name in (*(each.name for each in fields(self)), "hit_rate", "acceptance_rate"):
+            value, kind = getattr(self, name), "gauge" if name in GAUGES else "counter"
+            name = f"paged_kv_engine_{name}"
+            if isinstance(value, Histogram):
+                lines += [f"# TYPE {name}_seconds histogram", *value.prometheus(f"{name}_seconds")]
+            elif isinstance(value, Counter):
+                lines.append(f"# TYPE {name}_total counter")
+                lines += [f'{name}_total{{reason="{key}"}} {n}' for key, n in sorted(value.items())]
+            else:
+                name += "_total" * (kind == "counter")
+                lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:

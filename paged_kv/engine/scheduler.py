@@ -293,16 +293,14 @@ class Scheduler:
     def _num_blocks(self, request: Request, held: bool) -> int:
         """Blocks for all tokens of a request, beyond those that it has."""
         size = self.manager.block_size
-        if held and request.forked:
-            return sum(
-                -(-(len(sequence.token_ids) + 1) // size) - -(-self.manager.seq_len(sequence.seq_id) // size)
-                for sequence in request.live
-            )
         shared = len(request.prompt_ids) // size if len(request.live) > 1 else 0
+
+        def num_blocks(lens: Iterable[int]) -> int:
+            return shared + sum(-(-length // size) - shared for length in lens)
+
+        if not held:
+            return num_blocks(len(sequence.token_ids) for sequence in request.live)
         # One that runs gets room for one more token.
-        num_blocks = shared + sum(
-            -(-(len(sequence.token_ids) + held) // size) - shared for sequence in request.live
+        return num_blocks(len(sequence.token_ids) + 1 for sequence in request.live) - num_blocks(
+            self.manager.seq_len(sequence.seq_id) for sequence in request.resident
         )
-        if held:
-            num_blocks -= -(-self.manager.seq_len(request.live[0].seq_id) // size)
-        return num_blocks
