@@ -1,13 +1,17 @@
 """Faults put into the engine: what they do not concern finishes with the right tokens, and the pool stays whole."""
 
+import dataclasses
 import signal
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from test_engine import assert_whole, new_llm
 from tiny_models import own_answers, random_prompts, tiny_model
 
+import paged_kv
 from paged_kv.engine import FinishReason, SamplingParams
 from paged_kv.errors import OutOfBlocksError, OutOfHostBlocksError, OutOfRoomError
 
@@ -223,4 +227,101 @@ def test_an_interrupt_leaves_the_requests_in_line(model, prompts, expected, monk
     while llm.engine.has_work:
         llm.engine.step()
     assert answers_of(requests) == expected
+    assert_whole(llm)
+
+
+SHORT = [
+    SamplingParams(max_tokens=5, n=2, temperature=1.0, seed=1, repetition_penalty=1.2, logprobs=1),
+    SamplingParams(max_tokens=5, beam_width=3, n=2, presence_penalty=0.5),
+    SamplingParams(max_tokens=5, draft_tokens=2, stop_token_ids=[1]),
+]
+INTERRUPTED = tuple(str(Path(paged_kv.__file__).parent / folder) for folder in ("engine", "manager"))
+
+
+def run_interrupted(model, at=None):
+    """Answers three requests, one of them told to a callback. Returns their answers and every line of the engine and
+    of the manager that ran; the one with the number `at` is interrupted."""
+    llm, lines = new_llm(model, num_blocks=14, max_batch_tokens=8), []
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.startswith(INTERRUPTED):
+            return None
+        if event == "line":
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(lines) - 1 == at:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    requests = [llm.engine.add_request(*each) for each in zip(random_prompts([9, 6, 7]), SHORT, strict=True)]
+    interrupts = 0
+    while llm.engine.has_work:
+        sys.settrace(trace if not interrupts else None)
+        try:
+            llm.engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+        finally:
+            sys.settrace(None)
+        llm.engine.manager.check()
+    assert interrupts == (at is not None)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert_whole(llm)
+    return answers_of(requests), lines
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_an_interrupt_at_any_line_of_the_bookkeeping_tears_nothing(model, part):
+    expected, lines = run_interrupted(model)
+    assert any(file.endswith("engine/beams.py") for file, _ in lines)
+    last = {line: place for place, line in enumerate(lines)}
+    ours = [place for (file, _), place in last.items() if file.startswith(INTERRUPTED[0])]
+    managers = [place for (file, _), place in last.items() if file.startswith(INTERRUPTED[1])]
+    for at in sorted([*ours, *managers[::5]])[part::4]:
+        answers, _ = run_interrupted(model, at)
+        assert answers == expected, lines[at]
+
+
+def test_an_interrupt_waits_for_the_end_of_an_abort(model, prompts, monkeypatch):
+    llm = new_llm(model)
+    requests = add_all(llm, prompts)
+    llm.engine.step()
+    finish = requests[2].finish
+    monkeypatch.setattr(
+        requests[2], "finish", lambda *args: finish(*args) or signal.raise_signal(signal.SIGINT)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.abort(requests[2])
+    assert requests[2].finish_reason is FinishReason.ABORTED
+    for request in requests:
+        llm.engine.abort(request)
+    assert not llm.engine.has_work
+    assert_whole(llm)
+
+
+def test_steps_of_another_thread_leave_signals_alone(model, prompts, expected):
+    requests, seen = [], []
+    llm = new_llm(model)
+
+    def serve():
+        requests.extend(add_all(llm, prompts, run=True))
+        seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    assert answers_of(requests) == expected
+    assert seen == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize("asked", PARAMS[:4], ids=["greedy", "drafts", "samples", "beams"])
+@pytest.mark.parametrize("call", [0, 1, 2, 7])
+def test_a_logits_processor_that_raises_ends_its_own_request_only(model, prompts, expected, asked, call):
+    llm = new_llm(model)
+    processor = failing(lambda ids, scores: scores, call, ValueError("rude"), before=True)
+    rude = llm.engine.add_request(prompts[0], dataclasses.replace(asked, logits_processors=[processor]))
+    polite = add_all(llm, prompts, run=True)
+    assert rude.error == "a logits processor raised ValueError('rude')"
+    assert rude.finish_reason is FinishReason.ERROR
+    assert answers_of(polite) == expected
     assert_whole(llm)

@@ -20,10 +20,11 @@ from ..manager import PagedKVCacheManager
 from .beams import BeamSearch
 from .detokenizer import TextStream
 from .drafts import PromptLookup
+from .interrupts import interrupts_wait
 from .metrics import CacheUse, EngineMetrics
 from .request import FinishReason, Request, Sequence
 from .runner import run_model
-from .sampler import new_processors, process, sample, tell_logprobs
+from .sampler import ProcessorError, new_processors, process, sample, tell_logprobs
 from .sampling_params import SamplingParams, check_integer
 from .scheduler import ScheduledStep, Scheduler
 from .tracing import StepTrace
@@ -162,22 +163,24 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes one batch. Returns the requests that got a token or ended; some are finished now.
 
-        Where the model raises, every request goes back in line without blocks and the error is passed on: the
-        pool is whole, and the next step starts over.
+        Where the model raises or is interrupted, every request goes back in line without blocks and the error is
+        passed on: the pool is whole, and the next step starts over.
         """
         started = time.perf_counter()
-        try:
-            step = self._scheduler.schedule()
-            if not step.work:
-                return []
-            scheduled = time.perf_counter()
-            self.cache_use.record(self.manager.stats())
-            logits = run_model(self.model, self.cache, self.manager, step)
-            computed = time.perf_counter()
-            changed = self._advance(step, logits)
-        except BaseException:
-            self._scheduler.requeue_all()
-            raise
+        with interrupts_wait() as at_once:
+            try:
+                step = self._scheduler.schedule()
+                if not step.work:
+                    return []
+                scheduled = time.perf_counter()
+                self.cache_use.record(self.manager.stats())
+                with at_once():
+                    logits = run_model(self.model, self.cache, self.manager, step)
+                computed = time.perf_counter()
+                changed = self._advance(step, logits)
+            except BaseException:
+                self._scheduler.requeue_all()
+                raise
         self._call_back(changed)
         self._note(step, started, scheduled, computed)
         return changed
@@ -210,18 +213,25 @@ class Engine:
             at_prompts_end = sequence.num_computed == len(request.prompt_ids)
             if at_prompts_end and len(request.live) > 1 and not request.forked:
                 self._scheduler.fork(request)
-            if request.beams and num_rows:
+            if not num_rows:
+                continue
+            changed[request] = None
+            if request.beams:
                 beam_rows.setdefault(request, []).append(rows[0])
-            elif num_rows:
-                # At the end of the prompt, all sequences choose their first token.
-                first = not sequence.num_new_tokens
+                continue
+            # At the end of the prompt, all sequences choose their first token.
+            first = not sequence.num_new_tokens
+            try:
                 for each in list(request.live) if first and request.forked else [sequence]:
                     self._choose(request, each, rows, logits, likeliest)
-                changed[request] = None
+            except ProcessorError as error:
+                request.finish(FinishReason.ERROR, str(error))
         for request, rows in beam_rows.items():
-            if not request.finished:
-                self._advance_beams(request, logits[rows])
-                changed[request] = None
+            try:
+                if not request.finished:
+                    self._advance_beams(request, logits[rows])
+            except ProcessorError as error:
+                request.finish(FinishReason.ERROR, str(error))
         self._settle(changed, [sequence for sequence in computed if sequence.seq_id in self.manager])
         return list(changed)
 
@@ -307,10 +317,11 @@ class Engine:
                     self._end(request, FinishReason.ERROR, f"its callback raised {error!r}")
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        if not request.finished:
-            self.metrics.finished[reason.value] += len(request.live)
-            request.finish(reason, error)
-            self._scheduler.remove(request)
+        with interrupts_wait():
+            if not request.finished:
+                self.metrics.finished[reason.value] += len(request.live)
+                request.finish(reason, error)
+                self._scheduler.remove(request)
 
     def _why_never(self, prompt_ids: list[int], params: SamplingParams, longest: int) -> str | None:
         scheduler = self._scheduler

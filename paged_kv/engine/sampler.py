@@ -17,7 +17,11 @@ from .._optional import optional_import
 from .request import Sequence
 from .sampling_params import LogitsProcessor, SamplingParams
 
-__all__ = ["new_processors", "sample", "sample_one", "tell_logprobs", "uniform"]
+__all__ = ["ProcessorError", "new_processors", "process", "sample", "sample_one", "tell_logprobs", "uniform"]
+
+
+class ProcessorError(Exception):
+    """Ends the request whose processor raised, and no other."""
 
 
 def sample(
@@ -34,8 +38,11 @@ def sample(
 def process(scores: Tensor, sequences: list[Sequence], processors: list[LogitsProcessor]) -> Tensor:
     """`[S, vocab_size]` scores of the next token of sequences of equal length, after all processors."""
     ids = torch.tensor([sequence.token_ids for sequence in sequences], device=scores.device)
-    for processor in processors:
-        scores = processor(ids, scores)
+    try:
+        for processor in processors:
+            scores = processor(ids, scores)
+    except Exception as error:
+        raise ProcessorError(f"a logits processor raised {error!r}") from error
     return scores
 
 
