@@ -1,6 +1,7 @@
 """paged_attention beside peers, PyTorch's own attention on contiguous keys, and what the machine can do at best.
 
-    python -m bench.attention [--parts PART ...] [--filter TEXT] [--seconds S] [--json FILE] [--plot FILE]
+    python -m bench.attention [--parts PART ...] [--filter TEXT] [--seconds S] [--traces FOLDER] [--json FILE]
+                              [--plot FILE]
 
 Every contender computes the same inputs and is checked before it is timed; then they take turns, and the medians over
 all turns are compared. Threads = cores. Block tables are scattered: a random permutation, as after long serving; or
@@ -8,7 +9,8 @@ runs: a sequence's blocks lie one after the other. The limit is, for decode, a p
 same order; else PyTorch's matrix product of 1,024 x 1,024, in the faster of bfloat16 and float32.
 
 Parts: cases, quantised, mixed (a chunk and decode rows in one call, and apart), window, latency, threads, lengths
-(decode over context length: what --plot draws) and efficiency (head sizes and ratios, as a table).
+(decode over context length: what --plot draws), tables (the block manager's own, from a replay of Mooncake's
+conversations in --traces: attention_tables.py) and efficiency (head sizes and ratios, as a table).
 """
 
 import argparse
@@ -22,9 +24,11 @@ from pathlib import Path
 import torch
 
 import paged_kv
+from paged_kv.replay.traces import read_trace
 
 from .attention_cases import BF16, E4M3, F32, INT8, Contiguous, Group, Inputs, Ours, Shape, check
-from .common import PlainRead, machine, spread, time_calls
+from .attention_tables import PLACEMENTS, moment_of, neighbours
+from .common import TRACE_FOLDER, PlainRead, machine, spread, time_calls
 from .peers import Peer, start_peers
 
 ROUNDS = 5  # turns that each contender takes
@@ -50,14 +54,20 @@ LENGTHS = [
     Shape(32768 // length, length, block_size=32)
     for length in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 ]
+# Of the replay. The trace's first requests fill this pool, 512 MiB of keys and values, some 25 times before the moment
+# that is looked at.
+TABLES_TRACE, TABLES_REQUESTS, TABLES_POOL = "mooncake_conversation.jsonl", 500, (8192, 16)
 HEAD_DIMS, RATIOS = (40, 64, 80, 96, 128, 192, 256), (1, 4, 5, 7, 8, 12)
 
 
 class Bench:
     """Contenders that stay from case to case."""
 
-    def __init__(self, peers: list[Peer], seconds: float, folder: Path, threads: int) -> None:
+    def __init__(
+        self, peers: list[Peer], seconds: float, folder: Path, threads: int, traces: Path = TRACE_FOLDER
+    ) -> None:
         self.peers, self.seconds, self.folder, self.threads = peers, seconds, folder, threads
+        self.traces = traces
         self.plain_read = PlainRead()
         self.matrices = {dtype: torch.randn(2, 1024, 1024).to(dtype) for dtype in (F32, BF16)}
         self.results: list[dict] = []
@@ -71,9 +81,9 @@ class Bench:
         read, _ = self.plain_read.of_blocks([ours.key_cache, ours.value_cache], blocks, self.threads)
         return {"plain read": read}
 
-    def measure(self, part: str, shape: Shape, *, alone: bool = False) -> dict:
-        """`alone`: without peers and contiguous attention."""
-        inputs = Inputs(shape)
+    def measure(self, part: str, shape: Shape, inputs: Inputs | None = None, *, alone: bool = False) -> dict:
+        """`inputs` of the shape, if not its own; `alone`: without peers and contiguous attention."""
+        inputs = inputs or Inputs(shape)
         ours = Ours(inputs)
         check("paged_kv", inputs, ours())
         limits = self.limit(shape, ours, inputs)
@@ -172,6 +182,33 @@ def threads(bench: Bench) -> None:
     print(f"  {cores} threads are {gains[0]:.2f}x as fast as 1; a plain read {gains[1]:.2f}x")
 
 
+def tables(bench: Bench) -> None:
+    """Peers run over the manager's tables alone: blocks of all heads in one piece, as they have them."""
+    path = bench.traces / TABLES_TRACE
+    if not path.exists():
+        print(f"not measured: {TABLES_TRACE} is not in {bench.traces}")
+        return
+    moment = moment_of(read_trace(path)[:TABLES_REQUESTS], *TABLES_POOL)
+    print(
+        f"after {moment.num_finished} of {TABLES_REQUESTS} requests, in {moment.num_blocks:,} blocks of "
+        f"{moment.block_size}: {len(moment.tables)} sequences hold {moment.num_entries:,} blocks, "
+        f"{moment.num_entries - moment.num_distinct} of them shared"
+    )
+    for layout in ("HND", "head_major"):
+        times = {}
+        for name, order in PLACEMENTS.items():
+            blocks = moment.placed(order(moment))
+            shape = moment.shape(name, layout)
+            alone = name != "manager" or layout != "HND"
+            result = bench.measure("tables", shape, Inputs(shape, blocks, moment.num_blocks), alone=alone)
+            result["neighbours"] = neighbours(blocks)
+            times[name] = ours_of(result), result["seconds"]["plain read"]["median"]
+            print(f"  {result['neighbours']:.1%} of the blocks follow the one before them")
+        for index, what in enumerate(("paged_attention", "a plain read")):
+            scattered, runs = (times[name][index] / times["manager"][index] for name in ("scattered", "runs"))
+            print(f"  {what}: scattered takes {scattered:.2f} of the manager's time, runs {runs:.2f}")
+
+
 def efficiency(bench: Bench) -> None:
     """Decode and prefill for every head size and ratio of heads."""
     for plain in (Shape(4, 2048, block_size=32), Shape(1, 512, query_len=512, block_size=32)):
@@ -237,6 +274,7 @@ PARTS = {
     "latency": lambda bench: [bench.measure("latency", shape) for shape in LATENCY],
     "threads": threads,
     "lengths": lambda bench: [bench.measure("lengths", shape) for shape in LENGTHS],
+    "tables": tables,
     "efficiency": efficiency,
 }
 
@@ -250,6 +288,9 @@ def main() -> None:
     )
     parser.add_argument("--filter", default="", help="of the cases, only those whose line contains this text")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each contender's turn, %(default)s")
+    parser.add_argument(
+        "--traces", type=Path, default=TRACE_FOLDER, help="folder of the part tables, %(default)s"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--plot", type=Path, help="draw decode over context length (needs matplotlib)")
     options = parser.parse_args()
@@ -263,7 +304,7 @@ def main() -> None:
     facts |= {peer.name: peer.version for peer in peers}
     print(", ".join(f"{name}: {value}" for name, value in facts.items()))
     with tempfile.TemporaryDirectory(prefix="paged_kv_bench_") as folder:
-        bench = Bench(peers, options.seconds, Path(folder), facts["cores"])
+        bench = Bench(peers, options.seconds, Path(folder), facts["cores"], options.traces)
         for part in options.parts:
             print(f"-- {part}")
             PARTS[part](bench)

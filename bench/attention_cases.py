@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import paged_kv
 from paged_kv import reference
+
+from .common import slots_of
 
 F32, BF16 = torch.float32, torch.bfloat16
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -44,7 +47,7 @@ class Shape:
     block_size: int = 16
     dtype: torch.dtype = BF16  # of queries
     stored: torch.dtype | None = None  # of a quantised cache; None: `dtype`
-    tables: str = "scattered"  # or runs: a sequence's blocks lie one after the other
+    tables: str = "scattered"  # or runs: a sequence's blocks lie one after the other; or a placement's name
     layout: str = "HND"
     window: int = -1
     others: tuple[Group, ...] = ()  # in the same batch
@@ -69,7 +72,11 @@ class Shape:
 
     def __str__(self) -> str:
         dtype = str(self.cache_dtype).removeprefix("torch.")
-        parts = [" + ".join(map(str, self.groups)), f"{dtype} {self.heads[0]}/{self.heads[1]} heads"]
+        groups = " + ".join(map(str, self.groups))
+        if self.kind == "decode" and self.others:
+            lengths = [seq_len for _, seq_len in self.lens]
+            groups = f"decode {len(lengths)} x {min(lengths)}-{max(lengths)}"
+        parts = [groups, f"{dtype} {self.heads[0]}/{self.heads[1]} heads"]
         parts += [f"D {self.head_dim} block {self.block_size} {self.tables} {self.layout}"]
         if self.window > 0:
             parts.append(f"window {self.window}")
@@ -89,31 +96,38 @@ class Shape:
 
 
 class Inputs:
-    """The same random keys, values and queries for every contender."""
+    """The same random keys, values and queries for every contender.
 
-    def __init__(self, shape: Shape) -> None:
+    blocks: [ceil(seq_len / B)] int64 of each sequence, in a cache of `num_blocks`; chosen as `shape.tables` says where
+        none are given. Sequences that share a block share the tokens in it.
+    """
+
+    def __init__(self, shape: Shape, blocks: Sequence[Tensor] | None = None, num_blocks: int = 0) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def random(*size: int) -> Tensor:
             return torch.randn(size, generator=generator).to(shape.dtype)
 
         num_q_heads, num_kv_heads = shape.heads
-        self.shape = shape
-        self.keys = [random(length, num_kv_heads, shape.head_dim) for _, length in shape.lens]
-        self.values = [random(length, num_kv_heads, shape.head_dim) for _, length in shape.lens]
         query_lens, seq_lens = zip(*shape.lens, strict=True)
+        if blocks is None:
+            blocks, num_blocks = blocks_of(shape, generator)
+        self.shape, self.blocks = shape, blocks
         self.query = random(sum(query_lens), num_q_heads, shape.head_dim)
+        self.slots = [
+            slots_of(of_seq, length, shape.block_size)
+            for of_seq, length in zip(blocks, seq_lens, strict=True)
+        ]
+        self.keys, self.values = (
+            [pool[slots] for slots in self.slots]  # [seq_len, Hkv, D]
+            for pool in (random(num_blocks * shape.block_size, num_kv_heads, shape.head_dim) for _ in "kv")
+        )
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
         self.query_start_loc = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
-        widths = [-(-length // shape.block_size) for length in seq_lens]
-        order = torch.arange(sum(widths))
-        if shape.tables == "scattered":
-            order = torch.randperm(sum(widths), generator=generator)
-        self.blocks = order.split(widths)  # of each sequence
-        self.block_tables = torch.zeros(len(widths), max(widths), dtype=torch.int32)
-        for table, blocks in zip(self.block_tables, self.blocks, strict=True):
-            table[: len(blocks)] = blocks
-        self.cache_shape = (sum(widths), num_kv_heads, shape.block_size, shape.head_dim)
+        self.block_tables = torch.zeros(len(blocks), max(map(len, blocks)), dtype=torch.int32)
+        for table, of_seq in zip(self.block_tables, blocks, strict=True):
+            table[: len(of_seq)] = of_seq
+        self.cache_shape = (num_blocks, num_kv_heads, shape.block_size, shape.head_dim)
         self.scale = shape.head_dim**-0.5
 
     def save(self, path: Path) -> str:
@@ -129,6 +143,15 @@ class Inputs:
         )
         torch.save({name: getattr(self, name) for name in names}, path)
         return str(path)
+
+
+def blocks_of(shape: Shape, generator: torch.Generator) -> tuple[Sequence[Tensor], int]:
+    """The blocks of each sequence, none of them shared, and their number."""
+    widths = [-(-length // shape.block_size) for _, length in shape.lens]
+    order = torch.arange(sum(widths))
+    if shape.tables == "scattered":
+        order = torch.randperm(sum(widths), generator=generator)
+    return order.split(widths), sum(widths)
 
 
 class Ours:
@@ -154,12 +177,9 @@ class Ours:
                 "k_scale": layer.k_scale.fill_(QUANTISED_SCALE),
                 "v_scale": layer.v_scale.fill_(QUANTISED_SCALE),
             }
-        slots = []
-        for blocks, (_, length) in zip(inputs.blocks, shape.lens, strict=True):
-            token = torch.arange(length)
-            slots.append(blocks[token // shape.block_size] * shape.block_size + token % shape.block_size)
-        rows = torch.cat(inputs.keys), torch.cat(inputs.values)
-        paged_kv.ops.reshape_and_cache(*rows, self.key_cache, self.value_cache, torch.cat(slots), **scales)
+        # Sequence by sequence, as a call takes each slot once only.
+        for keys, values, slots in zip(inputs.keys, inputs.values, inputs.slots, strict=True):
+            paged_kv.ops.reshape_and_cache(keys, values, self.key_cache, self.value_cache, slots, **scales)
         self.args = (inputs.query, self.key_cache, self.value_cache, inputs.block_tables)
         self.args += (inputs.seq_lens, inputs.query_start_loc)
         query_lens, seq_lens = zip(*shape.lens, strict=True)

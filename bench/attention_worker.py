@@ -3,31 +3,17 @@
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what libraries print must not mix with the answers
 
 import torch  # noqa: E402
+from common import slots_of, time_calls  # noqa: E402
+
+__all__ = ["serve", "slots_of"]
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-
-
-def time_calls(call: Callable[[], None], seconds: float) -> list[float]:
-    call()
-    times, end = [], time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return times
-
-
-def slots_of(table: torch.Tensor, num_tokens: int, block_size: int) -> torch.Tensor:
-    """The slots, int64, of a sequence's tokens."""
-    token = torch.arange(num_tokens)
-    return table.long()[token // block_size] * block_size + token % block_size
 
 
 def serve(version: str, make_work: Callable[[dict], Callable[[], None]]) -> None:

@@ -1,4 +1,7 @@
-"""What benchmarks share: timing, the machine's description, and how fast its memory can be read at best."""
+"""What benchmarks share: timing, the machine's description, and how fast its memory can be read at best.
+
+Attention workers import it too, in environments without this package.
+"""
 
 import ctypes
 import os
@@ -12,6 +15,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+TRACE_FOLDER = (
+    Path(__file__).resolve().parents[2] / "shared/traces"
+)  # where recorded traffic is looked for by default
 
 READ_PIECES = r"""
 #include <stdint.h>
@@ -76,6 +83,12 @@ def time_calls(call: Callable[[], object], seconds: float) -> list[float]:
         call()
         times.append(time.perf_counter() - start)
     return times
+
+
+def slots_of(blocks: Tensor, num_tokens: int, block_size: int) -> Tensor:
+    """The slots, [num_tokens] int64, of a sequence's tokens in its `blocks`."""
+    token = torch.arange(num_tokens)
+    return blocks.long()[token // block_size] * block_size + token % block_size
 
 
 def spread(times: list[float]) -> tuple[float, float, float]:

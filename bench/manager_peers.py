@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from .common import machine
-from .peers import FOLDER, Peer, start_peers
+from .common import TRACE_FOLDER, machine
+from .peers import Peer, start_peers
 
 TRACES = {  # name: (file, requests, most tokens of an answer)
     "mooncake": ("mooncake_conversation.jsonl", 1000, 128),
@@ -26,7 +26,7 @@ BLOCK_SIZE, MAX_RUNNING = 16, 64
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--traces", type=Path, default=FOLDER.parent.parent / "shared/traces")
+    parser.add_argument("--traces", type=Path, default=TRACE_FOLDER)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     folder = args.traces.resolve()  # the workers run elsewhere

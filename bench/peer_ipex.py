@@ -1,5 +1,7 @@
 """Intel's extension for PyTorch as a worker (see peers.py): its PagedAttention module, as its documentation calls it.
 
+It runs where there is no AVX-512 too: its version is followed by the instruction set that it chose.
+
 Decode has an op of its own, one row a sequence; prefill and chunks go through the other, over the same cache
 [num_blocks, num_kv_heads, block_size, head_dim].
 """
@@ -7,6 +9,7 @@ Decode has an op of its own, one row a sequence; prefill and chunks go through t
 from attention_worker import serve, slots_of  # first: it keeps stdout for the answers
 
 import intel_extension_for_pytorch as ipex  # isort: skip
+import intel_extension_for_pytorch._C as core  # isort: skip  # where its documentation has the instruction set from
 import torch  # isort: skip
 
 attention = ipex.llm.modules.PagedAttention
@@ -21,9 +24,11 @@ class Work:
         shape = (num_blocks, num_kv_heads, self.block_size, head_dim)
         self.key_cache = torch.zeros(shape, dtype=self.query.dtype)
         self.value_cache = torch.zeros_like(self.key_cache)
+        used = []
         for table, key, value in zip(
             self.tables, case["keys"], case["values"], strict=True
         ):  # [seq_len, Hkv, D]
+            used.append(table[: -(-len(key) // self.block_size)])
             slots = slots_of(table, len(key), self.block_size).int()
             attention.reshape_and_cache(
                 key.contiguous(), value.contiguous(), self.key_cache, self.value_cache, slots
@@ -34,6 +39,10 @@ class Work:
         )
         self.key_starts = torch.cat([torch.zeros(1), self.seq_lens]).cumsum(0).int()
         self.max_query_len, self.max_seq_len = int(self.starts.diff().max()), int(self.seq_lens.max())
+        # Where sequences share blocks, decode refuses to go without a window ("Sliding window unsupported"); one that
+        # hides nothing does.
+        blocks = torch.cat(used)
+        self.window = self.max_seq_len if len(blocks.unique()) < len(blocks) else -1
         self.chosen = "decode" if self.max_query_len == 1 else "varlen"
 
     def __call__(self) -> None:
@@ -50,6 +59,7 @@ class Work:
                 self.block_size,
                 self.max_seq_len,
                 None,
+                self.window,
             )
         else:
             attention.flash_attn_varlen_func(
@@ -68,4 +78,4 @@ class Work:
             )
 
 
-serve(ipex.__version__, Work)
+serve(f"{ipex.__version__}, {core._get_current_isa_level()}", Work)

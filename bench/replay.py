@@ -13,7 +13,7 @@ from pathlib import Path
 from paged_kv.replay.run import Options, run
 from paged_kv.replay.traces import Piece, Request, read_trace
 
-from .peers import FOLDER
+from .common import TRACE_FOLDER
 
 NUM_BLOCKS = 32768
 TRACES = {  # file: (requests, most tokens of an answer)
@@ -24,7 +24,7 @@ TRACES = {  # file: (requests, most tokens of an answer)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--traces", type=Path, default=FOLDER.parent.parent / "shared/traces")
+    parser.add_argument("--traces", type=Path, default=TRACE_FOLDER)
     folder = parser.parse_args().traces
     for file, (num_requests, max_output) in TRACES.items():
         if not (folder / file).exists():
