@@ -120,8 +120,9 @@ bench-peers: $(PEERS:%=%/installed)
 # Debian's where there is apt, else CMake has to find one.
 BENCH_CPP := build/bench-cpp
 bench-cpp: $(VENV)/dependencies
-	ls /usr/lib/*/cmake/benchmark > /dev/null 2>&1 || ! command -v apt-get || \
-		$$(test $$(id -u) = 0 || echo sudo) apt-get install --yes --quiet libbenchmark-dev
+	ls /usr/lib/*/cmake/benchmark > /dev/null 2>&1 || ! command -v apt-get || { \
+		$$(test $$(id -u) = 0 || echo sudo) apt-get update --quiet; \
+		$$(test $$(id -u) = 0 || echo sudo) apt-get install --yes --quiet libbenchmark-dev; }
 	$(BIN)/cmake -S . -B $(BENCH_CPP) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPYTHON=$(abspath $(BIN))/python \
 		-DPAGED_KV_BENCH=ON
 	$(BIN)/cmake --build $(BENCH_CPP) --target bench_cpu
