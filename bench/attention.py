@@ -210,29 +210,53 @@ def tables(bench: Bench) -> None:
 
 
 def efficiency(bench: Bench) -> None:
-    """Decode and prefill for every head size and ratio of heads."""
-    for plain in (Shape(4, 2048, block_size=32), Shape(1, 512, query_len=512, block_size=32)):
-        decode, rates = plain.kind == "decode", {}
-        unit = "GB/s" if decode else "GFLOP/s"
-        print(
-            f"{plain.kind}, {unit}; rows: head size, columns: query heads a key/value head (of which there are 4)"
+    """Decode and prefill for every head size and ratio of heads: the rate, and the share of what the machine allows.
+
+    That is, of the time taken, the longer of a plain read of the blocks and the arithmetic at a matrix product's
+    rate: few query heads a key/value head make decode a matter of memory, many one of arithmetic.
+    """
+    matmul = (
+        2
+        * 1024**3
+        / min(
+            spread(time_calls(lambda m=m: torch.mm(m[0], m[1]), bench.seconds))[0]
+            for m in bench.matrices.values()
         )
-        print(" " * 6 + "".join(f"{ratio:>7}" for ratio in RATIOS))
+    )
+    for plain in (Shape(4, 2048, block_size=32), Shape(1, 512, query_len=512, block_size=32)):
+        unit, rates, shares = "GB/s" if plain.kind == "decode" else "GFLOP/s", {}, {}
+        print(
+            f"{plain.kind}, {unit} and share of the limit; rows: head size, columns: query heads a key/value head (of "
+            "which there are 4)"
+        )
+        print(" " * 6 + "".join(f"{ratio:>12}" for ratio in RATIOS))
         for head_dim in HEAD_DIMS:
             for ratio in RATIOS:
                 shape = replace(plain, head_dim=head_dim, heads=(4 * ratio, 4))
                 inputs = Inputs(shape)
                 ours = Ours(inputs)
                 check("paged_kv", inputs, ours())
-                amount = shape.kv_bytes if decode else shape.flops
-                rates[head_dim, ratio] = amount / spread(time_calls(ours, bench.seconds / 4))[0]
-            row = (rates[head_dim, ratio] / 1e9 for ratio in RATIOS)
-            print(f"{head_dim:6}" + "".join(f"{rate:7.1f}" for rate in row), flush=True)
-        worst, best = min(rates, key=rates.get), max(rates, key=rates.get)
-        share = rates[worst] / rates[best]
-        print(f"  D {worst[0]}, ratio {worst[1]} has {share:.2f} of the rate of D {best[0]}, ratio {best[1]}")
-        cells = {f"D {head_dim}, ratio {ratio}": rate for (head_dim, ratio), rate in rates.items()}
-        bench.results.append({"part": "efficiency", "case": plain.kind, "rates": cells})
+                caches = [ours.key_cache, ours.value_cache]
+                read, _ = bench.plain_read.of_blocks(caches, torch.cat(inputs.blocks), bench.threads)
+                seconds = spread(time_calls(ours, bench.seconds / 4))[0]
+                at_best = max(spread(time_calls(read, bench.seconds / 8))[0], shape.flops / matmul)
+                amount = shape.kv_bytes if plain.kind == "decode" else shape.flops
+                rates[head_dim, ratio], shares[head_dim, ratio] = amount / seconds, at_best / seconds
+            cells = ((rates[head_dim, ratio] / 1e9, shares[head_dim, ratio]) for ratio in RATIOS)
+            print(f"{head_dim:6}" + "".join(f"{rate:7.1f}{share:5.0%}" for rate, share in cells), flush=True)
+        best = max(shares, key=shares.get)
+        for cell in sorted(shares, key=shares.get):
+            if shares[cell] < shares[best] / 2:
+                print(
+                    f"  D {cell[0]}, ratio {cell[1]} has {shares[cell] / shares[best]:.2f} of the share of ",
+                    end="",
+                )
+                print(f"D {best[0]}, ratio {best[1]}")
+        named = {
+            name: {f"D {head_dim}, ratio {ratio}": cell for (head_dim, ratio), cell in cells.items()}
+            for name, cells in (("rates", rates), ("shares", shares))
+        }
+        bench.results.append({"part": "efficiency", "case": plain.kind, "matmul": matmul, **named})
 
 
 def draw(path: Path, results: Iterable[dict], facts: dict) -> None:
