@@ -11,6 +11,7 @@ from pathlib import Path
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the scheduler can be looked at
 
+import torch
 from vllm import LLM, SamplingParams
 
 path = Path(sys.argv[1])
@@ -44,7 +45,8 @@ def serve(requests):
             running.append(len(scheduler.running))
     seconds = time.perf_counter() - started
     batch = sum(running) / max(1, len(running))
-    return {"tokens": [tokens[i] for i in range(len(requests))], "seconds": seconds, "batch": batch}
+    answers = [tokens[i] for i in range(len(requests))]
+    return {"tokens": answers, "seconds": seconds, "batch": batch, "threads": torch.get_num_threads()}
 
 
 serve([([1, 2, 3], 4)])  # warm up

