@@ -32,6 +32,18 @@ def allocate(nbytes: int, device: torch.device) -> tuple[Tensor, bool]:
     return everything[-everything.data_ptr() % HUGE_PAGE :][:nbytes], True
 
 
+def apart(view: Tensor) -> Tensor:
+    """The same elements as a tensor with a storage of its own, which begins with it.
+
+    Where a compiled graph writes to a view inside a larger storage, torch 2.13's inductor writes back what it was
+    before (one that begins later than the storage), and for many views of one storage it compiles for minutes longer.
+    """
+    if view.device.type not in ("cpu", "cuda"):
+        return view
+    exchanged = view.view(torch.int8) if view.dtype.itemsize == 1 else view  # DLPack may not know fp8
+    return torch.from_dlpack(exchanged).view(view.dtype)
+
+
 def huge_pages_on_request() -> bool:
     """Whether this system gives huge pages to who asks for them with madvise(2)."""
     try:

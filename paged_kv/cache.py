@@ -268,7 +268,7 @@ class PagedKVCache:
             if self.scales in ("head", "tensor"):
                 count = size["H"] if self.scales == "head" else 1
                 views.append(torch.ones(2, count, dtype=torch.float32, device=self.device))
-            layers.append(LayerCache(*(half for view in views for half in view)))
+            layers.append(LayerCache(*(_memory.apart(half) for view in views for half in view)))
         return tuple(layers)
 
 

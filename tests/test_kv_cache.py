@@ -62,6 +62,7 @@ def test_views_lie_in_the_order_asked_for(layout, interleaved, dtype):
             assert view.shape == (n, h, b, d)
             assert view.dtype == dtype
             assert view.stride() == strides
+            assert view.storage_offset() == 0  # inductor is wrong about others, see _memory.apart
         apart = (at.value.data_ptr() - at.key.data_ptr()) // dtype.itemsize
         if not interleaved:
             assert apart == n * h * b * d
@@ -69,7 +70,8 @@ def test_views_lie_in_the_order_asked_for(layout, interleaved, dtype):
             assert apart == (b * d if layout == "head_major" else h * b * d)
         assert at.key.data_ptr() % 64 == 0
     starts = [at.key.data_ptr() for at in cache]
-    assert len({at.key.untyped_storage().data_ptr() for at in cache}) == 1  # one allocation
+    memory = cache._memory
+    assert all(memory.data_ptr() <= start < memory.data_ptr() + memory.nbytes for start in starts)
     assert starts[1] - starts[0] >= 2 * n * h * b * d * dtype.itemsize
 
 
