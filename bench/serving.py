@@ -32,7 +32,7 @@ import torch
 import transformers
 
 from paged_kv.engine import LLM, SamplingParams
-from paged_kv.engine.loading import default_model, load
+from paged_kv.integrations.loading import default_model, load
 from paged_kv.replay.traces import read_trace
 
 from .common import machine

@@ -22,8 +22,8 @@ import torch
 
 from .build_info import build_info
 from .engine import LLM, Completion, FinishReason, RequestOutput, SamplingParams, StepTrace
-from .engine.loading import default_model
 from .errors import UnsupportedModelError
+from .integrations.loading import default_model
 from .replay.command import add_arguments as add_replay_arguments
 from .replay.command import replay_command
 from .replay.traces import TraceError

@@ -8,7 +8,7 @@ from tiny_models import own_answers
 
 from bench.perplexity import perplexity
 from paged_kv import LLM, SamplingParams
-from paged_kv.engine.loading import default_model, load
+from paged_kv.integrations.loading import default_model, load
 
 # Two threads gain little on so small a model, and lose much where tests run side by side.
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..integrations.loading import load
 from ..integrations.transformers import PagedModel
 from ..manager import PagedKVCacheManager
 from .engine import Engine
-from .loading import load
 from .metrics import CacheUse, EngineMetrics
 from .request import FinishReason, Request
 from .sampling_params import SamplingParams
@@ -94,7 +94,7 @@ class LLM:
 
     Raises:
         UnsupportedModelError: the model cannot run on a paged cache.
-        FileNotFoundError, ImportError: see `paged_kv.engine.loading.load`.
+        FileNotFoundError, ImportError: see `paged_kv.integrations.loading.load`.
 
     Example:
         llm = LLM("SmolLM2-135M-Instruct.Q4_1.gguf")
