@@ -424,6 +424,21 @@ CORRECT = [
         v_scale="token",
         dtype=torch.bfloat16,
     ),
+    # Long sums of products: in a single chain of additions they lose more than PyTorch does.
+    Case(
+        seqs=((21, 20), (13, 12), (1, 90), (12, 12)),
+        heads=(18, 3),
+        head_dim=228,
+        block_size=23,
+        cache_dtype=torch.int8,
+        k_scale="tensor",
+        v_scale="tensor",
+        causal=False,
+        window=61,
+        sinks=5.0,
+        cache_layout="interleaved",
+        query_layout="fused",
+    ),
 ]
 
 CORNER = [
