@@ -40,53 +40,63 @@ struct DecodeScratch {
         next_offsets(arena.take<TokenOffsets<kTile>>(1)) {}
 };
 
-// What to fetch while the scores of a token are computed. Blocks lie anywhere, so the hardware does not see them
-// coming: decode of scattered blocks takes twice as long without.
+// What to fetch while a tile is computed. Blocks lie anywhere, so the hardware does not see them coming: decode of
+// scattered blocks takes twice as long without. Requests are spread over both products, as only so many can wait for
+// memory at once: 5 % over making them all beside the scores. The keys of this tile need none: they are read in order.
 template <class T>
 struct Fetch {
-  static constexpr int kLine = 64 / sizeof(T);
-  static constexpr int kKeysAhead = 8;  // tokens: some 300 cycles
+  static constexpr int kLine = 64;  // bytes
 
   const T *key_head, *value_head;
   const TokenOffsets<kTile>&tile, &next;
   int64_t count, next_count, head_dim;
 
-  PAGED_KV_INLINE void fetch(int64_t token) const {
-    if (token < count) to_cache<3>(value_head + tile.value[token]);
-    if (token + kKeysAhead < count) to_cache<3>(key_head + tile.key[token + kKeysAhead]);
-    if (token < next_count) {
-      to_cache<2>(key_head + next.key[token]);
-      to_cache<2>(value_head + next.value[token]);
-    }
+  // Beside the scores of a token: its value, from L2 to L1, and a key of the next tile.
+  PAGED_KV_INLINE void beside_score(int64_t token) const {
+    if (token < count) row_to_cache<3>(value_head + tile.value[token]);
+    if (token < next_count) row_to_cache<2>(key_head + next.key[token]);
+  }
+
+  // Beside the elements [d, d + kElements) of a value, which is part of a pass over all tokens: what that pass is to
+  // fetch of the next tile's values. Where a line takes several passes, they share its tokens.
+  template <int kElements>
+  PAGED_KV_INLINE void beside_value(int64_t token, int64_t d) const {
+    constexpr int kBytes = kElements * sizeof(T), kPasses = kBytes < kLine ? kLine / kBytes : 1;
+    if (token % kPasses != 0) return;
+    const int64_t mine = token + d / kElements % kPasses;
+    if (mine < next_count) to_cache<2>(value_head + next.value[mine] + d, kBytes);
   }
 
  private:
   template <int kLocality>  // 3: L1, 2: L2
-  PAGED_KV_INLINE void to_cache(const T* row) const {
-    for (int64_t d = 0; d < head_dim; d += kLine) __builtin_prefetch(row + d, 0, kLocality);
+  static PAGED_KV_INLINE void to_cache(const T* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += kLine) {
+      __builtin_prefetch(reinterpret_cast<const char*>(p) + i, 0, kLocality);
+    }
+  }
+  template <int kLocality>
+  PAGED_KV_INLINE void row_to_cache(const T* row) const {
+    to_cache<kLocality>(row, head_dim * static_cast<int64_t>(sizeof(T)));
   }
 };
 
 // scores[r][t] = query row r . key t for kRows rows and `count` tokens of a tile; the scores of up to kSums - 1 more
-// tokens are written, too. `fetch` may be null.
+// tokens are written, too.
 template <class P, int kRows>
 void score_rows(const typename P::Operand* query, int64_t padded_dim, int64_t head_dim,
                 const typename P::Element* key_head, const int64_t* offsets, int count, float* scores,
-                const Fetch<typename P::Element>* fetch) {
+                const Fetch<typename P::Element>& fetch) {
   constexpr int kTokens = kSums / kRows;
   for (int t = 0; t < count; t += kTokens) {
     const typename P::Element* key[kTokens];
     for (int i = 0; i < kTokens; ++i) key[i] = key_head + offsets[t + i];
     Vec sums[kSums]{};  // [kRows][kTokens]
-    if (fetch != nullptr) {
-      for (int i = 0; i < kTokens; ++i) fetch->fetch(t + i);
-    }
+    for (int i = 0; i < kTokens; ++i) fetch.beside_score(t + i);
     auto add_chunk = [&](int64_t d, int chunk) __attribute__((always_inline)) {
       typename P::Key chunks[kTokens];
       for (int i = 0; i < kTokens; ++i) chunks[i] = P::load_key(key[i] + d, chunk);
-      for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < kTokens; ++i) P::add_score(sums[r * kTokens + i], chunks[i], query + r * padded_dim + d);
-      }
+      for (int r = 0; r < kRows; ++r)
+        P::template add_scores<kTokens>(sums + r * kTokens, chunks, query + r * padded_dim + d);
     };
     int64_t d = 0;
     for (; d + kChunk <= head_dim; d += kChunk) add_chunk(d, kChunk);
@@ -102,7 +112,8 @@ void score_rows(const typename P::Operand* query, int64_t padded_dim, int64_t he
 template <class P, int kRows, int kChunks>
 PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const float* factors,
                                       const typename P::Operand* weights, const typename P::Element* value_head,
-                                      const int64_t* offsets, int begin, int end, int64_t d, int chunk) {
+                                      const int64_t* offsets, int begin, int end, int64_t d, int chunk,
+                                      const Fetch<typename P::Element>& fetch) {
   Chunk sums[kRows][kChunks];
   for (int r = 0; r < kRows; ++r) {
     for (int c = 0; c < kChunks; ++c) {
@@ -111,6 +122,7 @@ PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const f
     }
   }
   auto add_step = [&](int t, auto load_values, auto load_operand) __attribute__((always_inline)) {
+    for (int i = 0; i < P::kPair; ++i) fetch.template beside_value<kChunks * kChunk>(t + i, d);
     typename P::Value value[kChunks];
     for (int c = 0; c < kChunks; ++c) value[c] = load_values(d + c * kChunk);
     for (int r = 0; r < kRows; ++r) {
@@ -145,19 +157,20 @@ PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const f
 template <class P, int kRows>
 void add_values(float* values, int64_t padded_dim, int64_t head_dim, const float* factors,
                 const typename P::Operand* weights, const typename P::Element* value_head, const int64_t* offsets,
-                int begin, int end) {
+                int begin, int end, const Fetch<typename P::Element>& fetch) {
   constexpr int kChunks = kSums / 2 / kRows;
   int64_t d = 0;
   for (; d + kChunks * kChunk <= head_dim; d += kChunks * kChunk) {
     add_value_chunks<P, kRows, kChunks>(values, padded_dim, factors, weights, value_head, offsets, begin, end, d,
-                                        kChunk);
+                                        kChunk, fetch);
   }
   for (; d + kChunk <= head_dim; d += kChunk) {
-    add_value_chunks<P, kRows, 1>(values, padded_dim, factors, weights, value_head, offsets, begin, end, d, kChunk);
+    add_value_chunks<P, kRows, 1>(values, padded_dim, factors, weights, value_head, offsets, begin, end, d, kChunk,
+                                  fetch);
   }
   if (d < head_dim) {
     add_value_chunks<P, kRows, 1>(values, padded_dim, factors, weights, value_head, offsets, begin, end, d,
-                                  static_cast<int>(head_dim - d));
+                                  static_cast<int>(head_dim - d), fetch);
   }
 }
 
@@ -188,12 +201,14 @@ void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t hea
   const Element* value_head = head_base<Element>(p.value_cache, head);
   const Fetch<Element> fetch{key_head, value_head, *scratch.offsets, *scratch.next_offsets,
                              count,    next_count, p.head_dim};
+  Fetch<Element> nothing = fetch;  // for all but the first rows
+  nothing.count = nothing.next_count = 0;
   for_row_groups(rows, [&](auto kRows, int64_t r) {
     score_rows<P, kRows()>(query + r * padded_dim, padded_dim, p.head_dim, key_head, scratch.offsets->key, count,
-                           scratch.scores + r * kTile, r == 0 ? &fetch : nullptr);
+                           scratch.scores + r * kTile, r == 0 ? fetch : nothing);
   });
 
-  ScoreRule rule{p.scale * head_scale(p.k_scale, head), p.softcap, 0.0f, nullptr, nullptr};
+  ScoreRule rule{p.scale * head_scale(p.k_scale, head) * P::kUnit, p.softcap, 0.0f, nullptr, nullptr};
   if (varies_by_token(p.k_scale)) {
     gather_scales(p.k_scale, scratch.offsets->k_scale, count, head, scratch.k_scale);
     rule.k_scale = scratch.k_scale;
@@ -218,7 +233,7 @@ void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t hea
     if (keys.empty()) return;
     add_values<P, kRows()>(values + r * padded_dim, padded_dim, p.head_dim, scratch.factors + r,
                            scratch.weights + r * kTile, value_head, scratch.offsets->value,
-                           static_cast<int>(keys.begin), static_cast<int>(keys.end));
+                           static_cast<int>(keys.begin), static_cast<int>(keys.end), r == 0 ? fetch : nothing);
   };
   for_row_groups(rows, [&](auto kRows, int64_t r) {
     const int64_t last = std::min<int64_t>(r + kRows(), rows);

@@ -29,28 +29,27 @@ PAGED_KV_INLINE Chunk load_chunk(const T* p) {
   return {load(p), load(p + kWidth)};
 }
 
-// Bytes are widened a chunk at a time, in one vector of 16 bits each: half the instructions.
-template <class ToHalf>
-PAGED_KV_INLINE Chunk load_bytes(const void* p, ToHalf to_half) {
-  typedef int8_t Bytes __attribute__((vector_size(kChunk)));
-  typedef int16_t Wide __attribute__((vector_size(2 * kChunk)));
+// A chunk of float8, those of e4m3 in units of 1 / kE4M3PerHalf.
+template <class T>
+PAGED_KV_INLINE Chunk load_float8(const T* p, int count) {
+  typedef uint8_t Bytes __attribute__((vector_size(kChunk)));
   typedef uint16_t Halves __attribute__((vector_size(2 * kChunk)));
-  Bytes bytes;
-  std::memcpy(&bytes, p, sizeof(bytes));
-  const Halves halves = to_half(reinterpret_cast<Halves>(__builtin_convertvector(bytes, Wide)));
+  Bytes bytes{};
+  if (count == kChunk) {
+    std::memcpy(&bytes, p, sizeof(bytes));
+  } else {
+    detail::copy_some<sizeof(bytes)>(&bytes, p, count);
+  }
+  const auto [high, low] = detail::half_bytes(T{}, bytes);
+#if PAGED_KV_WIDTH == 8
+  const __m128i a = reinterpret_cast<__m128i>(low), b = reinterpret_cast<__m128i>(high);
+  return {_mm256_cvtph_ps(_mm_unpacklo_epi8(a, b)), _mm256_cvtph_ps(_mm_unpackhi_epi8(a, b))};
+#else
+  const Halves halves = __builtin_convertvector(high, Halves) << 8 | __builtin_convertvector(low, Halves);
   Uint16Vec parts[2];
   std::memcpy(parts, &halves, sizeof(halves));
   return {detail::from_halves(parts[0]), detail::from_halves(parts[1])};
-}
-
-PAGED_KV_INLINE Chunk load_chunk(const Float8E5M2* p) {
-  return load_bytes(p, [](auto bytes) __attribute__((always_inline)) { return detail::e5m2_to_half(bytes); });
-}
-
-PAGED_KV_INLINE Chunk load_chunk(const Float8E4M3* p) {
-  const Chunk chunk =
-      load_bytes(p, [](auto bytes) __attribute__((always_inline)) { return detail::e4m3_to_half(bytes); });
-  return {chunk.low * detail::kE4M3PerHalf, chunk.high * detail::kE4M3PerHalf};
+#endif
 }
 
 // The first `count` elements as they are, two in each lane, then zeros; 0 < count <= kChunk.
@@ -73,9 +72,13 @@ struct FloatProducts {
   using Operand = float;  // in scratch memory: an element of a query row, in lane order, or the softmax weight of a key
   static constexpr int kPair = 1;        // operands that one multiplication takes
   static constexpr int kKeyVectors = 2;  // vectors of a chunk of keys
+  // What the vectors of keys and values are to be multiplied by: once a score, and once a row of the output.
+  static constexpr float kUnit = std::is_same_v<T, Float8E4M3> ? detail::kE4M3PerHalf : 1.0f;
 
   static PAGED_KV_INLINE Key load_key(const T* p, int count = kChunk) {
-    if constexpr (std::is_same_v<T, BFloat16>) {
+    if constexpr (std::is_same_v<T, Float8E4M3> || std::is_same_v<T, Float8E5M2>) {
+      return load_float8(p, count);
+    } else if constexpr (std::is_same_v<T, BFloat16>) {
       // Even elements in low, odd ones in high: two instructions, where keeping the order would take four.
       const UintVec words = load_words(p, count);
       return {from_bits(words << 16), from_bits(words & 0xffff0000u)};
@@ -84,10 +87,13 @@ struct FloatProducts {
     }
   }
 
-  // sum += key . query over one chunk, lane by lane.
-  static PAGED_KV_INLINE void add_score(Vec& sum, const Key& key, const Operand* query) {
-    sum = fma(key.low, load(query), sum);
-    sum = fma(key.high, load(query + kWidth), sum);
+  // sums[i] += keys[i] . query over one chunk, lane by lane.
+  template <int kTokens>
+  static PAGED_KV_INLINE void add_scores(Vec* sums, const Key (&keys)[kTokens], const Operand* query) {
+    const Vec low = keep(load(query));
+    for (int i = 0; i < kTokens; ++i) sums[i] = fma(keys[i].low, low, sums[i]);
+    const Vec high = keep(load(query + kWidth));
+    for (int i = 0; i < kTokens; ++i) sums[i] = fma(keys[i].high, high, sums[i]);
   }
 
   static PAGED_KV_INLINE Value load_value(const T* p, int count = kChunk) { return load_key(p, count); }
@@ -155,6 +161,7 @@ struct BFloat16Products {
   using Operand = BFloat16;
   static constexpr int kPair = 2;
   static constexpr int kKeyVectors = 1;
+  static constexpr float kUnit = 1.0f;
 
   static PAGED_KV_INLINE void add_product(Vec& sum, UintVec a, UintVec b) {
     sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
@@ -162,8 +169,10 @@ struct BFloat16Products {
   static PAGED_KV_INLINE void add_product(Vec& sum, Vec a, UintVec b) { add_product(sum, bits_of(a), b); }
 
   static PAGED_KV_INLINE Key load_key(const BFloat16* p, int count = kChunk) { return load_words(p, count); }
-  static PAGED_KV_INLINE void add_score(Vec& sum, const Key& key, const Operand* query) {
-    add_product(sum, key, load_words(query));
+  template <int kTokens>
+  static PAGED_KV_INLINE void add_scores(Vec* sums, const Key (&keys)[kTokens], const Operand* query) {
+    const UintVec words = load_words(query);
+    for (int i = 0; i < kTokens; ++i) add_product(sums[i], keys[i], words);
   }
 
   // One chunk of two tokens, or of one and zeros. Unpacking pairs the elements within 128 bits: elements 0-3, 8-11,

@@ -129,7 +129,7 @@ void finish_row(const AttentionParams& p, int64_t token, int64_t q_head, bool se
   float factor = 0.0f, lse = -kInfinity;  // values are 0 where no key was seen
   if (sees_a_key) {
     state.finish(p.sinks != nullptr ? p.sinks[q_head] : -kInfinity, factor, lse);
-    factor *= head_scale(p.v_scale, q_head / (p.num_q_heads / p.num_kv_heads));
+    factor *= head_scale(p.v_scale, q_head / (p.num_q_heads / p.num_kv_heads)) * P::kUnit;
   }
   char* row = static_cast<char*>(p.out.data) +
               (token * p.out.stride_token + q_head * p.out.stride_head) * element_size(p.out.dtype);

@@ -50,6 +50,15 @@ PAGED_KV_INLINE UintVec splat(uint32_t x) { return x - UintVec{}; }
 PAGED_KV_INLINE UintVec bits_of(Vec v) { return reinterpret_cast<UintVec>(v); }
 PAGED_KV_INLINE Vec from_bits(UintVec v) { return reinterpret_cast<Vec>(v); }
 
+// v, in a register. Short of registers, GCC would rather read it anew for each instruction that takes it, and then
+// loads are what there are too few of.
+PAGED_KV_INLINE Vec keep(Vec v) {
+#if PAGED_KV_WIDTH == 8
+  asm("" : "+x"(v));
+#endif
+  return v;
+}
+
 // 0, 1, 2, ...
 PAGED_KV_INLINE IntVec iota() {
 #if PAGED_KV_WIDTH == 16
@@ -217,19 +226,38 @@ PAGED_KV_INLINE Vec from_halves(Uint16Vec halves) {
 #endif
 }
 
-// float16 from bytes sign-extended to 16 bits, any number of them. An e4m3 becomes a float16 of 1 / kE4M3PerHalf its
-// value, subnormals included: only the bias differs, and NaN, which becomes float16's.
-inline constexpr float kE4M3PerHalf = 256.0f;
+// What a float8 is as a float16: the upper and the lower byte. Vectors of bytes have no shifts, so these shift pairs of
+// bytes and mask what crosses over.
+template <class Bytes>
+struct HalfBytes {
+  Bytes high, low;
+};
 
-template <class Halves>
-PAGED_KV_INLINE Halves e5m2_to_half(Halves bytes) {
-  return bytes << 8;
+// e5m2 is the upper byte itself.
+template <class Bytes>
+PAGED_KV_INLINE HalfBytes<Bytes> half_bytes(Float8E5M2, Bytes bytes) {
+  return {bytes, Bytes{}};
 }
 
-template <class Halves>
-PAGED_KV_INLINE Halves e4m3_to_half(Halves bytes) {
-  const Halves half = (bytes << 7) & uint16_t{0xbfff};  // the sign stood twice
-  return half | reinterpret_cast<Halves>((half | uint16_t{0x8000}) == uint16_t{0xbf80});
+// An e4m3 of s eeee mmm becomes a float16 of 1 / kE4M3PerHalf its value, subnormals included: s 0eeee mmm0000000, since
+// only the bias differs. The upper byte is the byte less half of its magnitude, rounded up; for NaN, the magnitude of
+// all ones, that half has a bit more than any other, and without it nothing is subtracted: again all ones.
+inline constexpr float kE4M3PerHalf = 256.0f;
+
+template <class Bytes>
+PAGED_KV_INLINE HalfBytes<Bytes> half_bytes(Float8E4M3, Bytes bytes) {
+  typedef uint16_t Pairs __attribute__((vector_size(sizeof(Bytes))));
+  const Pairs magnitude_and_one = reinterpret_cast<Pairs>((bytes & uint8_t{0x7f}) + uint8_t{1});
+  const Pairs lowest = reinterpret_cast<Pairs>(bytes) << 7;
+  return {bytes - (reinterpret_cast<Bytes>(magnitude_and_one >> 1) & uint8_t{0x3f}),
+          reinterpret_cast<Bytes>(lowest) & uint8_t{0x80}};
+}
+
+// kWidth floats from as many float8, those of e4m3 in units of 1 / kE4M3PerHalf.
+template <class T>
+PAGED_KV_INLINE Vec from_float8(T format, Uint8Vec bytes) {
+  const auto [high, low] = half_bytes(format, bytes);
+  return from_halves(__builtin_convertvector(high, Uint16Vec) << 8 | __builtin_convertvector(low, Uint16Vec));
 }
 
 }  // namespace detail
@@ -248,13 +276,11 @@ PAGED_KV_INLINE Vec load(const Float16* p, int count = kWidth) {
 }
 
 PAGED_KV_INLINE Vec load(const Float8E5M2* p, int count = kWidth) {
-  const auto bytes = __builtin_convertvector(detail::load_bits<Int8Vec>(p, count), Int16Vec);
-  return detail::from_halves(detail::e5m2_to_half(reinterpret_cast<Uint16Vec>(bytes)));
+  return detail::from_float8(Float8E5M2{}, detail::load_bits<Uint8Vec>(p, count));
 }
 
 PAGED_KV_INLINE Vec load(const Float8E4M3* p, int count = kWidth) {
-  const auto bytes = __builtin_convertvector(detail::load_bits<Int8Vec>(p, count), Int16Vec);
-  return detail::from_halves(detail::e4m3_to_half(reinterpret_cast<Uint16Vec>(bytes))) * detail::kE4M3PerHalf;
+  return detail::from_float8(Float8E4M3{}, detail::load_bits<Uint8Vec>(p, count)) * detail::kE4M3PerHalf;
 }
 
 PAGED_KV_INLINE Vec load(const int8_t* p, int count = kWidth) {
