@@ -33,7 +33,6 @@ PAGED_KV_INLINE Chunk load_chunk(const T* p) {
 template <class T>
 PAGED_KV_INLINE Chunk load_float8(const T* p, int count) {
   typedef uint8_t Bytes __attribute__((vector_size(kChunk)));
-  typedef uint16_t Halves __attribute__((vector_size(2 * kChunk)));
   Bytes bytes{};
   if (count == kChunk) {
     std::memcpy(&bytes, p, sizeof(bytes));
@@ -45,11 +44,19 @@ PAGED_KV_INLINE Chunk load_float8(const T* p, int count) {
   const __m128i a = reinterpret_cast<__m128i>(low), b = reinterpret_cast<__m128i>(high);
   return {_mm256_cvtph_ps(_mm_unpacklo_epi8(a, b)), _mm256_cvtph_ps(_mm_unpackhi_epi8(a, b))};
 #else
+  typedef uint16_t Halves __attribute__((vector_size(2 * kChunk)));
   const Halves halves = __builtin_convertvector(high, Halves) << 8 | __builtin_convertvector(low, Halves);
   Uint16Vec parts[2];
   std::memcpy(parts, &halves, sizeof(halves));
   return {detail::from_halves(parts[0]), detail::from_halves(parts[1])};
 #endif
+}
+
+// The first `count` elements of a chunk; 0 < count <= kChunk.
+template <class Out>
+PAGED_KV_INLINE void store_in_order(Out* out, const Chunk& chunk, int count) {
+  store(out, chunk.low, count < kWidth ? count : kWidth);
+  if (count > kWidth) store(out + kWidth, chunk.high, count - kWidth);
 }
 
 // The first `count` elements as they are, two in each lane, then zeros; 0 < count <= kChunk.
@@ -107,22 +114,20 @@ struct FloatProducts {
     sum.high = fma(value.high, weight, sum.high);
   }
 
-  // A chunk of the output row, from lane order to the order of elements.
-  static PAGED_KV_INLINE Chunk in_order(const Chunk& chunk) {
+  // The first `count` elements of a chunk in lane order, as elements of the output in theirs.
+  template <class Out>
+  static PAGED_KV_INLINE void store_chunk(Out* out, const Chunk& chunk, int count) {
     if constexpr (std::is_same_v<T, BFloat16>) {
-#if PAGED_KV_WIDTH == 16
-      const auto [a, b] = chunk;
-      return {__builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
-              __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)};
-#elif PAGED_KV_WIDTH == 8
-      return {__builtin_shufflevector(chunk.low, chunk.high, 0, 8, 1, 9, 2, 10, 3, 11),
-              __builtin_shufflevector(chunk.low, chunk.high, 4, 12, 5, 13, 6, 14, 7, 15)};
-#else
-      return {__builtin_shufflevector(chunk.low, chunk.high, 0, 4, 1, 5),
-              __builtin_shufflevector(chunk.low, chunk.high, 2, 6, 3, 7)};
-#endif
+      static_assert(sizeof(Out) == sizeof(T), "the output has the dtype of a cache that is not quantised");
+      const UintVec words = bfloat16_bits(chunk.low) | bfloat16_bits(chunk.high) << 16;
+      if (count == kChunk) {
+        std::memcpy(out, &words, sizeof(words));
+      } else {
+        detail::copy_some<sizeof(words)>(out, &words, count * static_cast<int>(sizeof(T)));
+      }
+    } else {
+      store_in_order(out, chunk, count);
     }
-    return chunk;
   }
 
   // A query row into scratch memory, with zeros up to a whole chunk. Its dtype is the cache's own, unless that is
@@ -202,10 +207,12 @@ struct BFloat16Products {
     add_product(sum.high, value.high, weights);
   }
 
-  static PAGED_KV_INLINE Chunk in_order(const Chunk& chunk) {
+  template <class Out>
+  static PAGED_KV_INLINE void store_chunk(Out* out, const Chunk& chunk, int count) {
     const auto [a, b] = chunk;
-    return {__builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
-            __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
+    const Chunk in_order{__builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
+                         __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
+    store_in_order(out, in_order, count);
   }
 
   static void load_query(const void* row, DType, int64_t head_dim, Operand* query) {

@@ -107,19 +107,22 @@ inline void gather_scales(const ScaleView& scale, const int64_t (&offsets)[kTile
   for (int i = 0; i < count; ++i) out[i] = scale.data[offsets[i] + head * scale.stride_head];
 }
 
-// Writes a row of values in lane order, times `factor`, to a row of the output.
+// Writes a row of values in lane order, times `factor`, to a row of the output: in the cache's dtype, unless that is
+// quantised.
 template <class P>
 void write_row(const float* values, float factor, void* row, DType dtype, int64_t head_dim) {
-  dispatch_float(dtype, [&](auto tag) -> Error {
-    auto* out = static_cast<Element<tag()>*>(row);
+  auto write = [&](auto* out) -> Error {
     for (int64_t i = 0; i < head_dim; i += kChunk) {
-      const Chunk chunk = P::in_order({load(values + i) * factor, load(values + i + kWidth) * factor});
-      const int count = static_cast<int>(std::min<int64_t>(head_dim - i, kChunk));
-      store(out + i, chunk.low, std::min(count, kWidth));
-      if (count > kWidth) store(out + i + kWidth, chunk.high, count - kWidth);
+      P::store_chunk(out + i, {load(values + i) * factor, load(values + i + kWidth) * factor},
+                     static_cast<int>(std::min<int64_t>(head_dim - i, kChunk)));
     }
     return nullptr;
-  });
+  };
+  if constexpr (sizeof(typename P::Element) == 1) {
+    dispatch_float(dtype, [&](auto tag) { return write(static_cast<Element<tag()>*>(row)); });
+  } else {
+    write(static_cast<typename P::Element*>(row));
+  }
 }
 
 // Ends a row: its output and log-sum-exp, from all of its keys.

@@ -39,6 +39,11 @@ struct SoftmaxState {
   // With all keys seen, and at least one: what to multiply the values by, and the log-sum-exp. A sink is one more score
   // whose value is zero; -inf is none.
   PAGED_KV_INLINE void finish(float sink, float& factor, float& lse) const {
+    if (sink == -kInfinity && max > -kInfinity && max < kInfinity) {  // what the rest comes to, in fewer steps
+      factor = 1.0f / sum;
+      lse = max + __builtin_logf(sum);
+      return;
+    }
     const float larger = max_or_nan(max, sink);
     if (larger == kInfinity) {
       factor = max == kInfinity ? kNaN : 0.0f;
