@@ -94,13 +94,19 @@ struct FloatProducts {
     }
   }
 
-  // sums[i] += keys[i] . query over one chunk, lane by lane.
+  // sums[i] += keys[i] . query over one chunk, lane by lane. A query is kept in a register if the keys leave room for
+  // it.
   template <int kTokens>
   static PAGED_KV_INLINE void add_scores(Vec* sums, const Key (&keys)[kTokens], const Operand* query) {
-    const Vec low = keep(load(query));
-    for (int i = 0; i < kTokens; ++i) sums[i] = fma(keys[i].low, low, sums[i]);
-    const Vec high = keep(load(query + kWidth));
-    for (int i = 0; i < kTokens; ++i) sums[i] = fma(keys[i].high, high, sums[i]);
+    Vec low = load(query), high = load(query + kWidth);
+    if constexpr (kTokens <= 4) {
+      low = keep(low);
+      for (int i = 0; i < kTokens; ++i) sums[i] = fma(keys[i].low, low, sums[i]);
+      high = keep(high);
+      for (int i = 0; i < kTokens; ++i) sums[i] = fma(keys[i].high, high, sums[i]);
+    } else {
+      for (int i = 0; i < kTokens; ++i) sums[i] = fma(keys[i].high, high, fma(keys[i].low, low, sums[i]));
+    }
   }
 
   static PAGED_KV_INLINE Value load_value(const T* p, int count = kChunk) { return load_key(p, count); }
