@@ -14,6 +14,7 @@
 #include <immintrin.h>
 #endif
 
+#include "arch/registers.h"
 #include "cpu/elements.h"
 
 #define PAGED_KV_INLINE inline __attribute__((always_inline))
@@ -50,13 +51,13 @@ PAGED_KV_INLINE UintVec splat(uint32_t x) { return x - UintVec{}; }
 PAGED_KV_INLINE UintVec bits_of(Vec v) { return reinterpret_cast<UintVec>(v); }
 PAGED_KV_INLINE Vec from_bits(UintVec v) { return reinterpret_cast<Vec>(v); }
 
-// v, in a register. Short of registers, GCC would rather read it anew for each instruction that takes it, and then
-// loads are what there are too few of.
+// v, in a register where those are few.
 PAGED_KV_INLINE Vec keep(Vec v) {
 #if PAGED_KV_WIDTH == 8
-  asm("" : "+x"(v));
-#endif
+  return keep_in_register(v);
+#else
   return v;
+#endif
 }
 
 // 0, 1, 2, ...
