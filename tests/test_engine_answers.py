@@ -1,5 +1,7 @@
 """What a request may ask for, on tiny models: samples, beams, drafts, stops, and the prefix cache under all of it."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_engine import assert_whole, new_llm, tokens
@@ -371,6 +373,36 @@ def test_quantised_caches_answer_from_their_blocks(model, prompts, dtype):
     assert llm.metrics.cached_tokens > 0
     assert llm.cache_use.bytes_per_token == 3 * 2 * 2 * (16 + 4)  # a byte for an element, a scale for a head
     assert_whole(llm)
+
+
+def test_packed_weights_answer_alike(prompts):
+    model = tiny_model("llama-mha")  # its layers have biases
+    logits = []
+    for settings in ({}, {"pack_weights": True}):
+        llm, rows = new_llm(model, **settings), []
+        forward = llm.model.forward
+        llm.model.forward = lambda *args, f=forward, rows=rows: rows.append(f(*args)) or rows[-1]
+        llm.generate(prompts, SamplingParams(max_tokens=1))
+        logits.append(torch.cat(rows))
+    assert sum(isinstance(layer.forward, partial) for layer in model.modules()) == 7 * 3 + 1
+    assert not torch.equal(*logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_weights_give_the_models_own_tokens(prompts):
+    model = tiny_model("llama")
+    expected = own_answers(model, prompts, 10)
+    assert tokens(new_llm(model, pack_weights=True).generate(prompts, GREEDY)) == expected
+
+
+def test_what_cannot_be_packed_is_refused(model, monkeypatch):
+    with pytest.raises(ValueError, match="pack_weights: expected False with compile"):
+        new_llm(model, pack_weights=True, compile=True)
+    with pytest.raises(ValueError, match="pack_weights: expected linear layers in float32"):
+        new_llm(tiny_model("llama").to(torch.float16), pack_weights=True)
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
+    with pytest.raises(ValueError, match="pack_weights: expected a PyTorch with oneDNN"):
+        new_llm(tiny_model("llama"), pack_weights=True)
 
 
 def test_the_models_forward_compiles_in_one_graph_and_soon_not_again(model, prompts, expected):

@@ -84,6 +84,8 @@ class LLM:
         num_host_blocks: blocks on the host that preempted requests are swapped to; without room there, they
             are computed again.
         compile: let torch compile the model's forward; the first steps take minutes then.
+        pack_weights: multiply by copies of the weights in the layout that oneDNN reads, on a CPU: decode is faster, and
+            the weights take their memory twice. It changes the model's linear layers. Not with `compile`.
         prefix_cache: let prompts start with what earlier requests computed for the same beginning.
         max_model_len, max_batch_tokens, max_num_seqs: see Engine.
 
@@ -114,6 +116,7 @@ class LLM:
         memory: int | None = None,
         num_host_blocks: int = 0,
         compile: bool = False,
+        pack_weights: bool = False,
         prefix_cache: bool = True,
         max_model_len: int | None = None,
         max_batch_tokens: int = 512,
@@ -126,6 +129,10 @@ class LLM:
             raise ValueError(f"dtype: only for a path, a loaded model has its own ({model.dtype})")
         self.tokenizer = tokenizer
         self.model = PagedModel(model)
+        if compile and pack_weights:
+            raise ValueError("pack_weights: expected False with compile")
+        if pack_weights:
+            self.model.pack_weights()
         if compile:
             self.model.compile()
         if num_blocks is None and memory is None:

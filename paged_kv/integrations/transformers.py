@@ -11,6 +11,7 @@ config, and then lets it prove itself on a few tokens.
 
     transformers.py   PagedModel
     _attention.py     what transformers calls
+    _packing.py       weights as oneDNN reads them
     _probe.py         the proof
 """
 
@@ -28,6 +29,7 @@ from .._optional import optional_import
 from ..cache import PagedKVCache
 from ..errors import UnsupportedModelError
 from ._attention import AttentionLayer, PagedBatch, attend, mask
+from ._packing import pack_linear_layers
 from ._probe import Probe, attend_probe, mask_probe, probe
 
 if TYPE_CHECKING:
@@ -107,6 +109,16 @@ class PagedModel:
         options: of `torch.compile`, such as its `mode`.
         """
         self._call = torch.compile(self.model, **{"dynamic": True, "fullgraph": True, **options})
+
+    def pack_weights(self) -> int:
+        """Has the model's own linear layers multiply by packed copies of their weights, on a CPU; tells how many do.
+
+        The other layers and the weights stay as they are. Results differ in the last bits. Not together with `compile`.
+
+        Raises:
+            ValueError: this PyTorch has no oneDNN, or there is no linear layer in float32 on the CPU.
+        """
+        return pack_linear_layers(self.model)
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, position_ids: Tensor, batch: PagedBatch, rows: Tensor) -> Tensor:
