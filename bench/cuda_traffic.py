@@ -32,115 +32,82 @@ from torch import Tensor
 
 import paged_kv
 
+from .attention_cases import E4M3, F32, INT8, Shape
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import cuda_on_cpu
 
 MAX_READ, MIN_SECTORS = 1.02, 0.95  # of decode; of every kernel
-BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
-class Shape:
+class Case:
     """A batch of equal sequences, and how much of it is executed."""
 
-    num_seqs: int
-    seq_len: int
-    query_len: int = 1
-    heads: tuple[int, int] = (32, 8)  # query heads, key/value heads
-    head_dim: int = 128
-    block_size: int = 16
-    dtype: torch.dtype = BF16
-    cache_dtype: torch.dtype | None = None  # None: dtype
-    layout: str = "HND"
-    executed_seqs: int = 1
-    executed_kv_heads: int = 1
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        return self.cache_dtype or self.dtype
-
-    @property
-    def is_decode(self) -> bool:
-        return self.query_len == 1
-
-    @property
-    def name(self) -> str:
-        if self.is_decode:
-            kind = f"decode {self.num_seqs} x {self.seq_len}"
-        elif self.query_len == self.seq_len:
-            kind = f"prefill {self.num_seqs} x {self.seq_len}"
-        else:
-            kind = f"chunk {self.query_len} on {self.seq_len - self.query_len}"
-        dtype = str(self.stored_dtype).removeprefix("torch.")
-        heads = f"{self.heads[0]}/{self.heads[1]} D {self.head_dim}"
-        return f"{kind} {dtype} {heads} block {self.block_size} {self.layout}"
+    shape: Shape
+    num_seqs: int = 1
+    num_kv_heads: int = 1
 
     @property
     def executed(self) -> str:
         parts = []
-        if self.executed_seqs < self.num_seqs:
-            parts.append(f"{self.executed_seqs} of {self.num_seqs} sequences")
-        if self.executed_kv_heads < self.heads[1]:
-            parts.append(f"{self.executed_kv_heads} of {self.heads[1]} kv heads")
+        if self.num_seqs < self.shape.num_seqs:
+            parts.append(f"{self.num_seqs} of {self.shape.num_seqs} sequences")
+        if self.num_kv_heads < self.shape.heads[1]:
+            parts.append(f"{self.num_kv_heads} of {self.shape.heads[1]} kv heads")
         return ", ".join(parts) or "all"
 
     @property
     def bytes_needed(self) -> int:
         """Of the keys and values of the part that is executed, each once."""
-        keys = self.executed_seqs * self.seq_len * self.executed_kv_heads
-        return 2 * keys * self.head_dim * self.stored_dtype.itemsize
+        shape = self.shape
+        return shape.kv_bytes // (shape.num_seqs * shape.heads[1]) * self.num_seqs * self.num_kv_heads
 
 
-SHAPES = [
-    Shape(1, 32768, executed_kv_heads=1),
-    Shape(1, 32768, block_size=32),
-    Shape(16, 2048, executed_kv_heads=2),
-    Shape(16, 2048, block_size=32, executed_kv_heads=2),
-    Shape(16, 2048, block_size=32, executed_kv_heads=2, layout="NHD"),
-    Shape(64, 1024, heads=(12, 12), head_dim=64, executed_kv_heads=2),
-    Shape(64, 1024, heads=(12, 12), head_dim=64, block_size=32, executed_kv_heads=2),
-    Shape(16, 2048, block_size=32, dtype=F32),
-    Shape(16, 2048, block_size=32, cache_dtype=E4M3, executed_kv_heads=2),
-    Shape(16, 2048, block_size=32, cache_dtype=torch.int8, executed_kv_heads=2),
-    Shape(1, 1024, query_len=1024, block_size=32),
-    Shape(1, 4352, query_len=256, block_size=32),
+CASES = [
+    Case(Shape(1, 32768)),
+    Case(Shape(1, 32768, block_size=32)),
+    Case(Shape(16, 2048), num_kv_heads=2),
+    Case(Shape(16, 2048, block_size=32), num_kv_heads=2),
+    Case(Shape(16, 2048, block_size=32, layout="NHD"), num_kv_heads=2),
+    Case(Shape(64, 1024, heads=(12, 12), head_dim=64), num_kv_heads=2),
+    Case(Shape(64, 1024, heads=(12, 12), head_dim=64, block_size=32), num_kv_heads=2),
+    Case(Shape(16, 2048, block_size=32, dtype=F32)),
+    Case(Shape(16, 2048, block_size=32, stored=E4M3), num_kv_heads=2),
+    Case(Shape(16, 2048, block_size=32, stored=INT8), num_kv_heads=2),
+    Case(Shape(1, 1024, query_len=1024, block_size=32)),
+    Case(Shape(1, 4352, query_len=256, block_size=32)),
 ]
 
 
-def inputs_of(shape: Shape) -> dict[str, object]:
+def inputs_of(case: Case) -> dict[str, object]:
     """Arguments of one call, over randomly placed blocks of a cache with all heads, of which some are shown."""
     generator = torch.Generator().manual_seed(0)
-    group, kv_heads = shape.heads[0] // shape.heads[1], shape.executed_kv_heads
+    shape, num_seqs, num_kv_heads = case.shape, case.num_seqs, case.num_kv_heads
     width = -(-shape.seq_len // shape.block_size)
-    num_blocks = shape.executed_seqs * width
-    is_quantised = shape.cache_dtype is not None
     cache = paged_kv.PagedKVCache(
         1,
         shape.heads[1],
         shape.head_dim,
-        shape.stored_dtype,
+        shape.cache_dtype,
         shape.block_size,
-        num_blocks=num_blocks,
+        num_blocks=num_seqs * width,
         layout=shape.layout,
-        scales="head" if is_quantised else None,
+        scales="head" if shape.stored else None,
     )
-    views = []
-    for view in (cache[0].key, cache[0].value):
-        part = view[:, :kv_heads]
-        part.copy_(torch.randn(part.shape, generator=generator).clamp(-3, 3).to(shape.stored_dtype))
-        views.append(part)
-    scales = {}
-    if is_quantised:
-        scales = {name: torch.ones(kv_heads) for name in ("k_scale", "v_scale")}
-    order = torch.randperm(num_blocks, generator=generator).to(torch.int32)
-    rows = shape.executed_seqs * shape.query_len
-    starts = torch.arange(shape.executed_seqs + 1) * shape.query_len
+    views = [view[:, :num_kv_heads] for view in (cache[0].key, cache[0].value)]
+    for view in views:
+        view.copy_(torch.randn(view.shape, generator=generator).clamp(-3, 3).to(view.dtype))
+    scales = {name: torch.ones(num_kv_heads) for name in ("k_scale", "v_scale")} if shape.stored else {}
+    order = torch.randperm(num_seqs * width, generator=generator).to(torch.int32)
+    rows, num_q_heads = num_seqs * shape.query_len, num_kv_heads * shape.heads[0] // shape.heads[1]
+    starts = torch.arange(num_seqs + 1) * shape.query_len
     return {
-        "query": torch.randn(rows, kv_heads * group, shape.head_dim, generator=generator).to(shape.dtype),
+        "query": torch.randn(rows, num_q_heads, shape.head_dim, generator=generator).to(shape.dtype),
         "key_cache": views[0],
         "value_cache": views[1],
-        "block_tables": order.view(shape.executed_seqs, width),
-        "seq_lens": torch.full((shape.executed_seqs,), shape.seq_len, dtype=torch.int32),
+        "block_tables": order.view(num_seqs, width),
+        "seq_lens": torch.full((num_seqs,), shape.seq_len, dtype=torch.int32),
         "query_start_loc": starts.to(torch.int32),
         "max_query_len": shape.query_len,
         "max_seq_len": shape.seq_len,
@@ -154,27 +121,25 @@ def check(shape: Shape, out: Tensor, expected: Tensor) -> None:
     error = float((out.double() - expected.double()).abs().max() / expected.double().abs().max())
     allowed = 1e-5 if shape.dtype == F32 else 2e-2
     if not error <= allowed:
-        raise SystemExit(
-            f"cuda_traffic: {shape.name}: error {error:.1e} of the largest output, allowed {allowed}"
-        )
+        raise SystemExit(f"cuda_traffic: {shape}: error {error:.1e} of the largest output, allowed {allowed}")
 
 
-def measure(shape: Shape, ops: object, checker: cuda_on_cpu.Checker) -> dict:
-    args = inputs_of(shape)
+def measure(case: Case, ops: object, checker: cuda_on_cpu.Checker) -> dict:
+    args = inputs_of(case)
     checker.reset(args["key_cache"], args["value_cache"])
     start = time.perf_counter()
     out, _ = ops.paged_attention(**args)
     seconds = time.perf_counter() - start
     kernels = checker.report()
-    check(shape, out, paged_kv.ops.paged_attention(**args)[0])
+    check(case.shape, out, paged_kv.ops.paged_attention(**args)[0])
     main = next(counts for name, counts in kernels.items() if "_kernel_of<" in name)
-    watched, needed = main["watched"], shape.bytes_needed
+    watched, needed = main["watched"], case.bytes_needed
     sectors = sum(counts[way]["sectors"] for counts in kernels.values() for way in ("read", "written"))
     shared = main["shared"].values()
     extra = sum(kind["wavefronts"] - kind["ideal_wavefronts"] for kind in shared)
     return {
-        "case": shape.name,
-        "executed": shape.executed,
+        "case": str(case.shape),
+        "executed": case.executed,
         "kv_bytes_needed": needed,
         "kv_read_over_needed": watched["bytes"] / needed,
         "sector_efficiency": watched["bytes"] / (32 * watched["sectors"]),
@@ -188,13 +153,13 @@ def measure(shape: Shape, ops: object, checker: cuda_on_cpu.Checker) -> dict:
 
 def misses(shape: Shape, result: dict) -> list[str]:
     found = []
-    if shape.is_decode and result["kv_read_over_needed"] > MAX_READ:
+    if shape.kind == "decode" and result["kv_read_over_needed"] > MAX_READ:
         found.append(
-            f"{shape.name}: reads {result['kv_read_over_needed']:.3f} of the needed K/V bytes, at most {MAX_READ}"
+            f"{shape}: reads {result['kv_read_over_needed']:.3f} of the needed K/V bytes, at most {MAX_READ}"
         )
     if result["sector_efficiency"] < MIN_SECTORS:
         found.append(
-            f"{shape.name}: sector efficiency {result['sector_efficiency']:.1%}, at least {MIN_SECTORS:.0%}"
+            f"{shape}: sector efficiency {result['sector_efficiency']:.1%}, at least {MIN_SECTORS:.0%}"
         )
     return found
 
@@ -212,22 +177,22 @@ def main() -> None:
 
     ops, checker = cuda_on_cpu.load_ops(cuda_on_cpu.CHECKED), cuda_on_cpu.Checker()
     print(
-        f"{'shape':56} {'executed':34} {'K/V read':>8} {'sectors':>7} {'conflicts':>9} {'other':>6}  instructions"
+        f"{'shape':70} {'executed':34} {'K/V read':>8} {'sectors':>7} {'conflicts':>9} {'other':>6}  instructions"
     )
     results, found = [], []
-    for shape in SHAPES:
-        if options.filter not in shape.name:
+    for case in CASES:
+        if options.filter not in str(case.shape):
             continue
-        result = measure(shape, ops, checker)
+        result = measure(case, ops, checker)
         instructions = ", ".join(f"{count} {name}" for name, count in result["instructions"].items())
         print(
-            f"{shape.name:56} {shape.executed:34} {result['kv_read_over_needed']:8.3f} "
+            f"{result['case']:70} {case.executed:34} {result['kv_read_over_needed']:8.3f} "
             f"{result['sector_efficiency']:7.1%} {result['conflicts_per_shared_access']:9.3f} "
             f"{result['other_sectors_over_needed']:6.1%}  {instructions}",
             flush=True,
         )
         results.append(result)
-        found += misses(shape, result)
+        found += misses(case.shape, result)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
     for miss in found:

@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import paged_kv
 from paged_kv import ops, reference
 
-from .attention import Shape
+from .attention_cases import Shape
 from .gpu_peers import PEERS
 
 BF16, F32, E4M3, INT8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8
@@ -36,42 +36,26 @@ LAYERS = 32  # of the caches whose blocks are copied
 LAYOUT = "NHD"  # which every peer reads
 
 
-@dataclass(frozen=True)
-class Attention:
-    """A call of paged_attention over `shape`, whose dtype is the query's; the cache's is `cache_dtype`."""
-
-    shape: Shape
-    cache_dtype: torch.dtype | None = None  # None: the query's
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        return self.cache_dtype or self.shape.dtype
-
-    def __str__(self) -> str:
-        return str(replace(self.shape, dtype=self.stored_dtype, layout=LAYOUT))
-
-    @property
-    def kv_bytes(self) -> int:
-        return replace(self.shape, dtype=self.stored_dtype).kv_bytes
-
-
 ATTENTION = [
-    Attention(Shape(1, 32768)),
-    Attention(Shape(16, 2048)),
-    Attention(Shape(16, 2048, block_size=32)),
-    Attention(Shape(16, 2048, block_size=256)),
-    Attention(Shape(64, 1024, heads=(12, 12), head_dim=64)),
-    Attention(Shape(16, 2048, block_size=32, dtype=F32)),
-    Attention(Shape(16, 2048, block_size=32), E4M3),
-    Attention(Shape(64, 8192)),  # 2 GiB of keys and values
-    Attention(Shape(64, 8192, block_size=32)),
-    Attention(Shape(64, 8192), E4M3),
-    Attention(Shape(64, 8192), INT8),
-    Attention(Shape(256, 1024, heads=(32, 32))),  # 4 GiB; a query head for each key head
-    Attention(Shape(1, 1024, query_len=1024)),
-    Attention(Shape(1, 4096, query_len=256)),
-    Attention(Shape(1, 16384, query_len=16384)),
-    Attention(Shape(8, 4096, query_len=4096)),
+    replace(shape, layout=LAYOUT)
+    for shape in (
+        Shape(1, 32768),
+        Shape(16, 2048),
+        Shape(16, 2048, block_size=32),
+        Shape(16, 2048, block_size=256),
+        Shape(64, 1024, heads=(12, 12), head_dim=64),
+        Shape(16, 2048, block_size=32, dtype=F32),
+        Shape(16, 2048, block_size=32, stored=E4M3),
+        Shape(64, 8192),  # 2 GiB of keys and values
+        Shape(64, 8192, block_size=32),
+        Shape(64, 8192, stored=E4M3),
+        Shape(64, 8192, stored=INT8),
+        Shape(256, 1024, heads=(32, 32)),  # 4 GiB; a query head for each key head
+        Shape(1, 1024, query_len=1024),
+        Shape(1, 4096, query_len=256),
+        Shape(1, 16384, query_len=16384),
+        Shape(8, 4096, query_len=4096),
+    )
 ]
 
 
@@ -139,8 +123,7 @@ def measure_limits(device: Device, seconds: float) -> Limits:
 class Inputs:
     """Query, caches and tables of one case, on the device; the keys and values also contiguous [S, Hkv, L, D]."""
 
-    def __init__(self, case: Attention, device: str) -> None:
-        shape = case.shape
+    def __init__(self, shape: Shape, device: str) -> None:
         generator = torch.Generator(device).manual_seed(0)
 
         def random(*size: int) -> Tensor:
@@ -152,14 +135,14 @@ class Inputs:
             1,
             shape.heads[1],
             shape.head_dim,
-            case.stored_dtype,
+            shape.cache_dtype,
             shape.block_size,
             num_blocks=num_blocks,
             device=device,
             layout=LAYOUT,
-            scales=None if case.cache_dtype is None else "tensor",
+            scales=None if shape.stored is None else "tensor",
         )
-        self.case, self.cache = case, cache[0]
+        self.shape, self.cache = shape, cache[0]
         self.query = random(shape.num_seqs * shape.query_len, shape.heads[0], shape.head_dim).to(shape.dtype)
         order = torch.randperm(num_blocks, generator=generator, device=device)
         self.block_tables = order.to(torch.int32).view(shape.num_seqs, width)
@@ -192,7 +175,7 @@ class Inputs:
                 dense[seq] = part.transpose(0, 1)
 
     def ours(self) -> Callable[[], Tensor]:
-        shape = self.case.shape
+        shape = self.shape
         out, lse = torch.empty_like(self.query), self.query.new_empty(self.query.shape[:2], dtype=F32)
         args = (
             self.query,
@@ -213,7 +196,7 @@ class Inputs:
 
     def contiguous(self, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
         """PyTorch's attention, which needs no block table; in float32 the measure of the others."""
-        shape = self.case.shape
+        shape = self.shape
         packed = self.query.view(shape.num_seqs, shape.query_len, shape.heads[0], shape.head_dim)
         query, key, value = packed.transpose(1, 2), self.key, self.value
         options = {"scale": self.scale, "enable_gqa": shape.heads[0] != shape.heads[1]}
@@ -230,7 +213,7 @@ class Inputs:
 
 def exact_rows(inputs: Inputs) -> tuple[list[int], Tensor]:
     """Some rows of the result in float64, by the definition: first and last tokens of first and last sequences."""
-    shape = inputs.case.shape
+    shape = inputs.shape
     group = shape.heads[0] // shape.heads[1]
     rows, results = [], []
     for seq in sorted({0, shape.num_seqs - 1}):
@@ -244,21 +227,21 @@ def exact_rows(inputs: Inputs) -> tuple[list[int], Tensor]:
     return rows, torch.stack(results)
 
 
-def check(case: Attention, name: str, out: Tensor, rows: list[int], exact: Tensor) -> str:
+def check(shape: Shape, name: str, out: Tensor, rows: list[int], exact: Tensor) -> str:
     """Empty, or what is wrong: who computes something else is no contender."""
     error = float((out[rows].double() - exact).abs().max() / exact.abs().max())
-    allowed = 1e-4 if case.shape.dtype == F32 and case.cache_dtype is None else 2e-2
+    allowed = 1e-4 if shape.dtype == F32 and shape.stored is None else 2e-2
     return (
         "" if error <= allowed else f"{name}: error {error:.1e} of the largest output, allowed {allowed:.0e}"
     )
 
 
-def measure_attention(case: Attention, device: Device, limits: Limits, seconds: float) -> dict:
-    inputs = Inputs(case, device.name)
+def measure_attention(shape: Shape, device: Device, limits: Limits, seconds: float) -> dict:
+    inputs = Inputs(shape, device.name)
     rows, exact = exact_rows(inputs)
     ours, wrong, times = inputs.ours(), [], {}
-    if problem := check(case, "paged_kv", ours(), rows, exact):
-        raise SystemExit(f"bench.gpu: {case}: {problem}")
+    if problem := check(shape, "paged_kv", ours(), rows, exact):
+        raise SystemExit(f"bench.gpu: {shape}: {problem}")
     contenders = {"paged_kv": ours, "torch SDPA": inputs.contiguous()}
     for name, peer in PEERS.items():
         try:
@@ -268,7 +251,7 @@ def measure_attention(case: Attention, device: Device, limits: Limits, seconds: 
             wrong.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
     for name, call in contenders.items():
         try:
-            if problem := check(case, name, call(), rows, exact):
+            if problem := check(shape, name, call(), rows, exact):
                 wrong.append(problem)
             else:
                 times[name] = statistics.median(device.times(call, seconds))
@@ -277,16 +260,16 @@ def measure_attention(case: Attention, device: Device, limits: Limits, seconds: 
                 raise
             wrong.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
     time_of_ours = times["paged_kv"]
-    if case.shape.kind == "decode":
+    if shape.kind == "decode":
         rate, unit, share = (
-            case.kv_bytes / time_of_ours / 1e9,
+            shape.kv_bytes / time_of_ours / 1e9,
             "GB/s",
-            case.kv_bytes / time_of_ours / limits.copy,
+            shape.kv_bytes / time_of_ours / limits.copy,
         )
     else:
-        flops = case.shape.flops / time_of_ours
+        flops = shape.flops / time_of_ours
         rate, unit, share = flops / 1e12, "TFLOP/s", flops / limits.matmul
-    return result(str(case), times, rate, unit, share, wrong)
+    return result(str(shape), times, rate, unit, share, wrong)
 
 
 def result(
@@ -379,14 +362,11 @@ def line(row: dict) -> str:
     )
 
 
-def shrink(case: Attention) -> Attention:
-    """A case of the same kind that the CPU computes in no time."""
-    shape = case.shape
+def shrink(shape: Shape) -> Shape:
+    """One of the same kind that the CPU computes in no time."""
     length = max(64, shape.seq_len // 64)
     query_len = {"decode": 1, "prefill": length, "chunk": length // 4}[shape.kind]
-    return replace(
-        case, shape=replace(shape, num_seqs=min(2, shape.num_seqs), seq_len=length, query_len=query_len)
-    )
+    return replace(shape, num_seqs=min(2, shape.num_seqs), seq_len=length, query_len=query_len)
 
 
 def main() -> None:
@@ -417,8 +397,8 @@ def main() -> None:
     print(", ".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
 
     cases: list[tuple[str, Callable[[], dict]]] = []
-    for case in ATTENTION:
-        small = shrink(case) if options.rehearse else case
+    for shape in ATTENTION:
+        small = shrink(shape) if options.rehearse else shape
         cases.append((str(small), lambda small=small: measure_attention(small, device, limits, seconds)))
     cases += [
         (f"write {dtype}", lambda dtype=dtype: measure_write(device, limits, seconds, dtype))

@@ -20,8 +20,8 @@ Call = Callable[[], Tensor]
 
 
 def flashinfer(inputs: Inputs) -> Call | None:
-    case, shape = inputs.case, inputs.case.shape
-    if shape.dtype == torch.float32 or case.cache_dtype not in (None, torch.float8_e4m3fn):
+    shape = inputs.shape
+    if shape.dtype == torch.float32 or shape.stored not in (None, torch.float8_e4m3fn):
         return None
     import flashinfer
 
@@ -34,10 +34,10 @@ def flashinfer(inputs: Inputs) -> Call | None:
     )
     pages = (indptr, inputs.block_tables.flatten(), last)
     sizes = (*shape.heads, shape.head_dim, shape.block_size)
-    dtypes = {"q_data_type": shape.dtype, "kv_data_type": case.stored_dtype, "sm_scale": inputs.scale}
+    dtypes = {"q_data_type": shape.dtype, "kv_data_type": shape.cache_dtype, "sm_scale": inputs.scale}
     caches = tuple(view.transpose(1, 2) for view in (inputs.cache.key, inputs.cache.value))  # [N, B, Hkv, D]
     scales = {}
-    if case.cache_dtype is not None:
+    if shape.stored is not None:
         scales = {"k_scale": float(inputs.cache.k_scale), "v_scale": float(inputs.cache.v_scale)}
     if shape.kind == "decode":
         grouped = shape.heads[0] // shape.heads[1] >= 4
@@ -51,7 +51,7 @@ def flashinfer(inputs: Inputs) -> Call | None:
 
 def varlen(inputs: Inputs, function: Callable[..., Tensor], lengths: dict[str, Tensor]) -> Call:
     """flash_attn_varlen_func over pages, as flash-attn and vLLM's copy of it have it."""
-    shape = inputs.case.shape
+    shape = inputs.shape
     caches = [view.transpose(1, 2) for view in (inputs.cache.key, inputs.cache.value)]
     options = {
         "cu_seqlens_q": inputs.query_start_loc,
@@ -66,8 +66,8 @@ def varlen(inputs: Inputs, function: Callable[..., Tensor], lengths: dict[str, T
 
 
 def flash_attn(inputs: Inputs) -> Call | None:
-    case, shape = inputs.case, inputs.case.shape
-    if case.cache_dtype is not None or shape.dtype == torch.float32 or shape.block_size % 256:
+    shape = inputs.shape
+    if shape.stored is not None or shape.dtype == torch.float32 or shape.block_size % 256:
         return None  # its pages hold a multiple of 256 tokens
     from flash_attn import flash_attn_varlen_func
 
@@ -76,8 +76,8 @@ def flash_attn(inputs: Inputs) -> Call | None:
 
 
 def vllm(inputs: Inputs) -> Call | None:
-    case = inputs.case
-    if case.cache_dtype is not None or case.shape.dtype == torch.float32:
+    shape = inputs.shape
+    if shape.stored is not None or shape.dtype == torch.float32:
         return None
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 

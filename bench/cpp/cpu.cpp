@@ -16,17 +16,17 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "cpu/kernels.h"
 #include "limits.h"
+#include "work.h"
 
 namespace {
 
 using namespace paged_kv;
+using work::Shape;
 
 // As PyTorch's own: equal parts, no more threads than there are grains.
 void parallel_for(int64_t n, int64_t grain, void (*body)(void*, int64_t, int64_t), void* arg) {
@@ -92,125 +92,42 @@ void run(benchmark::State& state, double amount, const char* unit, const std::fu
   state.counters["of_limit"] = median(limits) / median(times);
 }
 
-struct Shape {
-  int64_t num_seqs, seq_len, query_len, num_q_heads, num_kv_heads, head_dim, block_size;
-  DType dtype = DType::kBFloat16;
-  bool runs = false;  // neighbouring blocks in the head-major layout, instead of scattered ones
-
-  int64_t blocks_per_seq() const { return (seq_len + block_size - 1) / block_size; }
-  int64_t num_blocks() const { return num_seqs * blocks_per_seq(); }
-  int64_t piece_bytes() const { return block_size * head_dim * element_size(dtype); }  // one head of one block
-  int64_t cache_bytes() const { return num_blocks() * num_kv_heads * piece_bytes(); }
-
-  CacheView cache(char* data) const {  // [N, Hkv, B, D]
-    const int64_t piece = block_size * head_dim;
-    if (runs) return {data, dtype, piece, num_blocks() * piece, head_dim};
-    return {data, dtype, num_kv_heads * piece, piece, head_dim};
-  }
-  RowsView rows(char* data, int64_t heads) const { return {data, dtype, heads * head_dim, head_dim}; }
-
-  std::vector<int32_t> table() const {  // [num_seqs, blocks_per_seq]
-    std::vector<int32_t> order(num_blocks());
-    std::iota(order.begin(), order.end(), 0);
-    if (!runs) std::shuffle(order.begin(), order.end(), std::minstd_rand(1));
-    return order;
-  }
-};
-
-float element(const char* data, DType dtype, int64_t index) {
-  if (dtype == DType::kFloat32) return reinterpret_cast<const float*>(data)[index];
-  const uint32_t bits = uint32_t{reinterpret_cast<const uint16_t*>(data)[index]} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-// Numbers in [-2, 2), exact in either dtype.
-void fill_randomly(char* data, DType dtype, int64_t count, uint32_t seed) {
-  std::minstd_rand engine(seed);
-  for (int64_t i = 0; i < count; ++i) {
-    const float value = static_cast<float>(engine() % 256) / 64.0f - 2.0f;
-    if (dtype == DType::kFloat32) {
-      reinterpret_cast<float*>(data)[i] = value;
-    } else {
-      uint32_t bits;
-      std::memcpy(&bits, &value, sizeof(bits));
-      reinterpret_cast<uint16_t*>(data)[i] = static_cast<uint16_t>(bits >> 16);
-    }
-  }
-}
-
 struct AttentionCase {
   Shape s;
   Memory query, keys, values, out;
-  std::vector<int32_t> table, lens, starts;
+  work::Batch batch;
   std::vector<float> lse;
-
-  int64_t num_tokens() const { return s.num_seqs * s.query_len; }
+  AttentionParams params;
 
   explicit AttentionCase(const Shape& shape)
       : s(shape),
-        query(num_tokens() * s.num_q_heads * s.head_dim * element_size(s.dtype)),
+        query(s.query_elements() * element_size(s.dtype)),
         keys(s.cache_bytes()),
         values(s.cache_bytes()),
-        out(num_tokens() * s.num_q_heads * s.head_dim * element_size(s.dtype)),
-        table(s.table()),
-        lens(s.num_seqs, static_cast<int32_t>(s.seq_len)),
-        starts(s.num_seqs + 1),
-        lse(num_tokens() * s.num_q_heads) {
-    for (int64_t i = 0; i <= s.num_seqs; ++i) starts[i] = static_cast<int32_t>(i * s.query_len);
-    fill_randomly(query.data(), s.dtype, num_tokens() * s.num_q_heads * s.head_dim, 1);
-    fill_randomly(keys.data(), s.dtype, s.cache_bytes() / element_size(s.dtype), 2);
-    fill_randomly(values.data(), s.dtype, s.cache_bytes() / element_size(s.dtype), 3);
+        out(s.query_elements() * element_size(s.dtype)),
+        batch(s),
+        lse(s.num_tokens() * s.num_q_heads),
+        params(work::attention_params(s, {query.data(), keys.data(), values.data(), out.data(), lse.data(),
+                                          batch.tables.data(), batch.lens.data(), batch.starts.data()})) {
+    work::fill_randomly(query.data(), s.dtype, s.query_elements(), 1);
+    work::fill_randomly(keys.data(), s.dtype, s.cache_elements(), 2);
+    work::fill_randomly(values.data(), s.dtype, s.cache_elements(), 3);
   }
-
-  AttentionParams params() {
-    AttentionParams p{};
-    p.num_tokens = num_tokens();
-    p.num_seqs = s.num_seqs;
-    p.num_q_heads = s.num_q_heads;
-    p.num_kv_heads = s.num_kv_heads;
-    p.head_dim = s.head_dim;
-    p.num_blocks = s.num_blocks();
-    p.block_size = s.block_size;
-    p.table_width = s.blocks_per_seq();
-    p.max_query_len = s.query_len;
-    p.max_seq_len = s.seq_len;
-    p.window = -1;
-    p.scale = scale();
-    p.causal = true;
-    p.query = s.rows(query.data(), s.num_q_heads);
-    p.out = s.rows(out.data(), s.num_q_heads);
-    p.lse = lse.data();
-    p.lse_stride_token = s.num_q_heads;
-    p.lse_stride_head = 1;
-    p.key_cache = s.cache(keys.data());
-    p.value_cache = s.cache(values.data());
-    p.block_tables = table.data();
-    p.table_stride_seq = s.blocks_per_seq();
-    p.table_stride_block = 1;
-    p.seq_lens = lens.data();
-    p.query_start_loc = starts.data();
-    return p;
-  }
-
-  float scale() const { return 1.0f / std::sqrt(static_cast<float>(s.head_dim)); }
 
   // Whether the last row of the last sequence, last head, is right.
-  bool is_right() {
-    const AttentionParams p = params();
-    const int64_t row = num_tokens() - 1, q_head = s.num_q_heads - 1, kv_head = s.num_kv_heads - 1;
-    const int64_t q_offset = row * p.query.stride_token + q_head * p.query.stride_head;
+  bool is_right() const {
+    const int64_t row = s.num_tokens() - 1, q_head = s.num_q_heads - 1, kv_head = s.num_kv_heads - 1;
+    const int64_t q_offset = row * params.query.stride_token + q_head * params.query.stride_head;
     std::vector<double> scores(s.seq_len), sums(s.head_dim);
     const auto offset = [&](int64_t token) {
-      const int64_t block = table[(s.num_seqs - 1) * s.blocks_per_seq() + token / s.block_size];
-      return block * p.key_cache.stride_block + kv_head * p.key_cache.stride_head +
-             token % s.block_size * p.key_cache.stride_slot;
+      const int64_t block = batch.tables[(s.num_seqs - 1) * s.blocks_per_seq() + token / s.block_size];
+      return block * params.key_cache.stride_block + kv_head * params.key_cache.stride_head +
+             token % s.block_size * params.key_cache.stride_slot;
     };
     for (int64_t token = 0; token < s.seq_len; ++token) {
       for (int64_t d = 0; d < s.head_dim; ++d) {
-        scores[token] += static_cast<double>(element(query.data(), s.dtype, q_offset + d)) *
-                         element(keys.data(), s.dtype, offset(token) + d) * p.scale;
+        scores[token] += static_cast<double>(work::element(query.data(), s.dtype, q_offset + d)) *
+                         work::element(keys.data(), s.dtype, offset(token) + d) * params.scale;
       }
     }
     const double largest = *std::max_element(scores.begin(), scores.end());
@@ -219,12 +136,12 @@ struct AttentionCase {
       const double weight = std::exp(scores[token] - largest);
       denominator += weight;
       for (int64_t d = 0; d < s.head_dim; ++d) {
-        sums[d] += weight * element(values.data(), s.dtype, offset(token) + d);
+        sums[d] += weight * work::element(values.data(), s.dtype, offset(token) + d);
       }
     }
     for (int64_t d = 0; d < s.head_dim; ++d) {
       const double expected = sums[d] / denominator;
-      error = std::max(error, std::abs(expected - element(out.data(), s.dtype, q_offset + d)));
+      error = std::max(error, std::abs(expected - work::element(out.data(), s.dtype, q_offset + d)));
       magnitude = std::max(magnitude, std::abs(expected));
     }
     return error <= (s.dtype == DType::kFloat32 ? 1e-5 : 2e-2) * magnitude;
@@ -241,7 +158,7 @@ struct Pieces {
 Pieces pieces_of(const Shape& s, const std::vector<int32_t>& table, char* keys, char* values) {
   const int64_t heads = s.runs ? s.num_kv_heads : 1;
   const CacheView view = s.cache(nullptr);
-  Pieces pieces{{}, s.piece_bytes() * s.num_kv_heads / heads};
+  Pieces pieces{{}, s.cache_bytes() / (s.num_blocks() * heads)};
   for (int64_t head = 0; head < heads; ++head) {
     for (const int64_t block : table) {
       const int64_t offset = (block * view.stride_block + head * view.stride_head) * element_size(s.dtype);
@@ -252,25 +169,22 @@ Pieces pieces_of(const Shape& s, const std::vector<int32_t>& table, char* keys, 
 }
 
 void attention(benchmark::State& state, const Shape& s) {
-  AttentionCase work(s);
-  const AttentionParams params = work.params();
-  const auto call = [&] { return cpu::backend().paged_attention(params, context()); };
+  AttentionCase c(s);
+  const auto call = [&] { return cpu::backend().paged_attention(c.params, context()); };
   if (Error error = call()) return state.SkipWithError(error);
-  if (!work.is_right()) return state.SkipWithError("the result is wrong");
+  if (!c.is_right()) return state.SkipWithError("the result is wrong");
   if (s.query_len == 1) {
-    const Pieces pieces = pieces_of(s, work.table, work.keys.data(), work.values.data());
+    const Pieces pieces = pieces_of(s, c.batch.tables, c.keys.data(), c.values.data());
     run(state, 2.0 * s.cache_bytes(), "GB/s", call, [&] { limits::read(pieces.starts, pieces.bytes); });
   } else {
-    const double pairs = s.num_seqs * s.query_len * (s.seq_len - (s.query_len - 1) / 2.0);
-    const double flops = 4.0 * pairs * s.num_q_heads * s.head_dim;
-    run(state, flops, "GFLOP/s", call, [=] { limits::multiply_add(static_cast<int64_t>(flops / 2)); });
+    run(state, s.flops(), "GFLOP/s", call, [&] { limits::multiply_add(static_cast<int64_t>(s.flops() / 2)); });
   }
 }
 
 // The limit itself, in GB/s of its own.
 void page_read(benchmark::State& state, const Shape& s) {
   const Memory keys(s.cache_bytes()), values(s.cache_bytes());
-  const Pieces pieces = pieces_of(s, s.table(), keys.data(), values.data());
+  const Pieces pieces = pieces_of(s, work::Batch(s).tables, keys.data(), values.data());
   const auto read = [&] { limits::read(pieces.starts, pieces.bytes); };
   run(state, 2.0 * s.cache_bytes(), "GB/s", [&]() -> Error { return read(), nullptr; }, read);
 }
@@ -278,102 +192,52 @@ void page_read(benchmark::State& state, const Shape& s) {
 // Keys and values of one sequence, as packed rows and in the cache; and what a memcpy of so many bytes takes.
 struct TokensCase {
   Shape s;
-  Memory rows, cache, from, to;
-  std::vector<int32_t> table = s.table();
   int64_t bytes = 2 * s.cache_bytes();
+  Memory rows, cache, from, to;
+  work::Batch batch;
+  std::vector<int64_t> slots;
 
   explicit TokensCase(const Shape& shape)
-      : s(shape),
-        rows(2 * s.cache_bytes()),
-        cache(2 * s.cache_bytes()),
-        from(2 * s.cache_bytes()),
-        to(2 * s.cache_bytes()) {
-    fill_randomly(rows.data(), s.dtype, bytes / element_size(s.dtype), 4);
+      : s(shape), rows(bytes), cache(bytes), from(bytes), to(bytes), batch(s), slots(batch.slots(s)) {
+    work::fill_randomly(rows.data(), s.dtype, 2 * s.cache_elements(), 4);
   }
-  std::vector<int64_t> slots() const {
-    std::vector<int64_t> result(s.seq_len);
-    for (int64_t i = 0; i < s.seq_len; ++i) result[i] = table[i / s.block_size] * s.block_size + i % s.block_size;
-    return result;
-  }
-  template <typename Params>
-  void fill(Params& p, char* packed) const {
-    p.num_tokens = s.seq_len;
-    p.num_kv_heads = s.num_kv_heads;
-    p.head_dim = s.head_dim;
-    p.num_blocks = s.num_blocks();
-    p.block_size = s.block_size;
-    p.key = s.rows(packed, s.num_kv_heads);
-    p.value = s.rows(packed + bytes / 2, s.num_kv_heads);
-    p.key_cache = s.cache(cache.data());
-    p.value_cache = s.cache(cache.data() + bytes / 2);
-  }
-  ReshapeAndCacheParams write(const std::vector<int64_t>& slot_mapping) const {
-    ReshapeAndCacheParams p{};
-    fill(p, rows.data());
-    p.slot_mapping = slot_mapping.data();
-    return p;
-  }
-  GatherKvParams gather(char* packed, const int32_t* len) const {
-    GatherKvParams p{};
-    fill(p, packed);
-    p.num_seqs = 1;
-    p.table_width = s.blocks_per_seq();
-    p.block_tables = table.data();
-    p.table_stride_seq = s.blocks_per_seq();
-    p.table_stride_block = 1;
-    p.seq_lens = len;
-    return p;
+  // Keys before values, in each.
+  work::TokensMemory memory(char* packed) const {
+    return {packed, packed + bytes / 2, cache.data(), cache.data() + bytes / 2};
   }
 };
 
 // Writes tokens to their slots and gathers them again: what comes back must be what went in.
 void tokens(benchmark::State& state, const Shape& s, bool timed_is_write) {
-  const TokensCase work(s);
-  const Memory back(work.bytes);
-  const std::vector<int64_t> slots = work.slots();
-  const int32_t len = static_cast<int32_t>(s.seq_len);
-  const ReshapeAndCacheParams write_params = work.write(slots);
-  const GatherKvParams gather_params = work.gather(back.data(), &len);
+  const TokensCase c(s);
+  const Memory back(c.bytes);
+  const ReshapeAndCacheParams write_params = work::write_params(s, c.memory(c.rows.data()), c.slots.data());
+  const GatherKvParams gather_params =
+      work::gather_params(s, c.memory(back.data()), c.batch.tables.data(), c.batch.lens.data());
   const auto write = [&] { return cpu::backend().reshape_and_cache(write_params, context()); };
   const auto gather = [&] { return cpu::backend().gather_kv(gather_params, context()); };
   if (Error error = write()) return state.SkipWithError(error);
   if (Error error = gather()) return state.SkipWithError(error);
-  if (std::memcmp(work.rows.data(), back.data(), work.bytes) != 0) return state.SkipWithError("the result is wrong");
-  const auto limit = [&] { limits::copy(work.to.data(), work.from.data(), work.bytes); };
+  if (std::memcmp(c.rows.data(), back.data(), c.bytes) != 0) return state.SkipWithError("the result is wrong");
+  const auto limit = [&] { limits::copy(c.to.data(), c.from.data(), c.bytes); };
   if (timed_is_write) {
-    run(state, work.bytes, "GB/s", write, limit);
+    run(state, c.bytes, "GB/s", write, limit);
   } else {
-    run(state, work.bytes, "GB/s", gather, limit);
+    run(state, c.bytes, "GB/s", gather, limit);
   }
-}
-
-constexpr int64_t kLayers = 32;
-
-// (source, destination): blocks in random order to others in random order, or runs of neighbours.
-std::vector<int64_t> pairs_of(int64_t num_pairs, int64_t first_destination, bool runs) {
-  std::vector<int64_t> from(num_pairs), to(num_pairs), mapping;
-  std::iota(from.begin(), from.end(), int64_t{0});
-  std::iota(to.begin(), to.end(), first_destination);
-  if (!runs) {
-    std::shuffle(from.begin(), from.end(), std::minstd_rand(1));
-    std::shuffle(to.begin(), to.end(), std::minstd_rand(2));
-  }
-  for (int64_t i = 0; i < num_pairs; ++i) mapping.insert(mapping.end(), {from[i], to[i]});
-  return mapping;
 }
 
 // Copies num_pairs blocks of block_bytes in keys and values of kLayers layers, within a cache or between two.
 void blocks(benchmark::State& state, int64_t num_pairs, int64_t block_bytes, bool runs, bool swap) {
-  const int64_t num_tensors = 2 * kLayers, side = num_pairs * block_bytes, bytes = num_tensors * side;
+  const int64_t num_tensors = 2 * work::kLayers, side = num_pairs * block_bytes, bytes = num_tensors * side;
   // Each tensor: the sources and then the destinations; a swap's destinations are a tensor of their own.
   const Memory cache(2 * bytes), from(bytes), to(bytes);
-  fill_randomly(cache.data(), DType::kBFloat16, bytes, 5);
-  std::vector<BlockedBytes> tensors(num_tensors);
+  work::fill_randomly(cache.data(), DType::kBFloat16, bytes, 5);
+  std::vector<BlockedBytes> tensors;
   for (int64_t i = 0; i < num_tensors; ++i) {
-    tensors[i].data = cache.data() + i * 2 * side;
-    tensors[i].stride_block_bytes = tensors[i].inner_bytes = block_bytes;
+    tensors.push_back(work::whole_blocks(cache.data() + i * 2 * side, block_bytes));
   }
-  const std::vector<int64_t> mapping = pairs_of(num_pairs, swap ? 0 : num_pairs, runs);
+  const std::vector<int64_t> mapping = work::pairs_of(num_pairs, swap ? 0 : num_pairs, runs);
   const auto call = [&]() -> Error {
     if (!swap) return cpu::backend().copy_blocks({num_tensors, num_pairs, tensors.data(), mapping.data()}, context());
     for (const BlockedBytes& source : tensors) {
@@ -402,15 +266,8 @@ void add(const std::string& name, const std::function<void(benchmark::State&)>& 
 }
 
 void add_attention(const std::string& kind, const Shape& s) {
-  const std::string length = s.query_len == 1 || s.query_len == s.seq_len
-                                 ? std::to_string(s.num_seqs) + "x" + std::to_string(s.seq_len)
-                                 : std::to_string(s.query_len) + "on" + std::to_string(s.seq_len);
-  std::string name = "/" + length + "/heads:" + std::to_string(s.num_q_heads) + ":" + std::to_string(s.num_kv_heads) +
-                     "/dim:" + std::to_string(s.head_dim) + "/block:" + std::to_string(s.block_size);
-  if (s.dtype == DType::kFloat32) name += "/float32";
-  if (s.runs) name += "/runs";
-  add(kind + name, [s](benchmark::State& state) { attention(state, s); });
-  if (s.query_len == 1) add("page_read" + name, [s](benchmark::State& state) { page_read(state, s); });
+  add(kind + s.name(), [s](benchmark::State& state) { attention(state, s); });
+  if (s.query_len == 1) add("page_read" + s.name(), [s](benchmark::State& state) { page_read(state, s); });
 }
 
 }  // namespace

@@ -11,19 +11,18 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
-#include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "cpu/kernels.h"
 #include "cuda/kernels.h"
+#include "work.h"
 
 namespace {
 
 using namespace paged_kv;
+using work::Shape;
 
 constexpr int kIterations = 50;  // fixed, so that Google Benchmark makes a benchmark's inputs once
 constexpr int64_t kGiB = int64_t{1} << 30;
@@ -141,211 +140,89 @@ void run(benchmark::State& state, double bytes, double flops, Call call) {
   if (flops > 0) state.counters["flops"] = rate(flops);
 }
 
-// bfloat16 numbers in [-2, 2), as their bits.
-std::vector<uint16_t> random_rows(size_t count, uint32_t seed) {
-  std::minstd_rand engine(seed);
-  std::vector<uint16_t> rows(count);
-  for (uint16_t& element : rows) {
-    const float value = static_cast<float>(engine() % 4096) / 1024.0f - 2.0f;
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
-    element = static_cast<uint16_t>(bits >> 16);
-  }
-  return rows;
+std::vector<uint16_t> random_bfloat16(int64_t count, uint32_t seed) {
+  std::vector<uint16_t> elements(count);
+  work::fill_randomly(elements.data(), DType::kBFloat16, count, seed);
+  return elements;
 }
 
-float to_float(uint16_t bits) {
-  const uint32_t wide = uint32_t{bits} << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof(value));
-  return value;
-}
-
-struct Shape {
-  int64_t num_seqs, seq_len, query_len, num_q_heads, num_kv_heads, head_dim, block_size;
-
-  int64_t blocks_per_seq() const { return (seq_len + block_size - 1) / block_size; }
-  int64_t num_blocks() const { return num_seqs * blocks_per_seq(); }
-  int64_t cache_elements() const { return num_blocks() * block_size * num_kv_heads * head_dim; }
-};
-
-std::vector<int32_t> random_order(int64_t count) {
-  std::vector<int32_t> order(count);
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), std::minstd_rand(1));
-  return order;
-}
-
-// [N, Hkv, B, D] bfloat16
-CacheView cache_of(const Shape& s, uint16_t* data) {
-  const int64_t slot = s.head_dim, head = s.block_size * slot;
-  return {data, DType::kBFloat16, s.num_kv_heads * head, head, slot};
-}
-
-RowsView rows_of(uint16_t* data, int64_t heads, int64_t head_dim) {
-  return {data, DType::kBFloat16, heads * head_dim, head_dim};
-}
-
-void attention(benchmark::State& state, Shape s) {
-  const int64_t num_tokens = s.num_seqs * s.query_len, row = s.num_q_heads * s.head_dim;
-  std::vector<uint16_t> query = random_rows(num_tokens * row, 1), keys = random_rows(s.cache_elements(), 2),
-                        values = random_rows(s.cache_elements(), 3), out(s.query_len * row);
-  std::vector<int32_t> tables = random_order(s.num_blocks()), lens(s.num_seqs, static_cast<int32_t>(s.seq_len)),
-                       starts(s.num_seqs + 1);
-  for (int64_t i = 0; i <= s.num_seqs; ++i) starts[i] = static_cast<int32_t>(i * s.query_len);
-  std::vector<float> lse(s.query_len * s.num_q_heads);
-
-  auto params = [&](int64_t num_seqs, uint16_t* q, uint16_t* k, uint16_t* v, uint16_t* o, float* l, int32_t* table,
-                    int32_t* length, int32_t* start) {
-    AttentionParams p{};
-    p.num_tokens = num_seqs * s.query_len;
-    p.num_seqs = num_seqs;
-    p.num_q_heads = s.num_q_heads;
-    p.num_kv_heads = s.num_kv_heads;
-    p.head_dim = s.head_dim;
-    p.num_blocks = s.num_blocks();
-    p.block_size = s.block_size;
-    p.table_width = s.blocks_per_seq();
-    p.max_query_len = s.query_len;
-    p.max_seq_len = s.seq_len;
-    p.window = -1;
-    p.scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
-    p.causal = true;
-    p.query = rows_of(q, s.num_q_heads, s.head_dim);
-    p.out = rows_of(o, s.num_q_heads, s.head_dim);
-    p.lse = l;
-    p.lse_stride_token = s.num_q_heads;
-    p.lse_stride_head = 1;
-    p.key_cache = cache_of(s, k);
-    p.value_cache = cache_of(s, v);
-    p.block_tables = table;
-    p.table_stride_seq = s.blocks_per_seq();
-    p.table_stride_block = 1;
-    p.seq_lens = length;
-    p.query_start_loc = start;
-    return p;
-  };
-
+void attention(benchmark::State& state, const Shape& s) {
+  std::vector<uint16_t> query = random_bfloat16(s.query_elements(), 1), keys = random_bfloat16(s.cache_elements(), 2),
+                        values = random_bfloat16(s.cache_elements(), 3), out(query.size());
+  const work::Batch batch(s);
+  std::vector<float> lse(s.num_tokens() * s.num_q_heads);
   const OnDevice<uint16_t> d_query(query), d_keys(keys), d_values(values), d_out(query.size());
-  const OnDevice<float> d_lse(num_tokens * s.num_q_heads);
-  const OnDevice<int32_t> d_tables(tables), d_lens(lens), d_starts(starts);
-  const AttentionParams on_device = params(s.num_seqs, d_query.get(), d_keys.get(), d_values.get(), d_out.get(),
-                                           d_lse.get(), d_tables.get(), d_lens.get(), d_starts.get());
+  const OnDevice<float> d_lse(lse.size());
+  const OnDevice<int32_t> d_tables(batch.tables), d_lens(batch.lens), d_starts(batch.starts);
+  const AttentionParams on_device =
+      work::attention_params(s, {d_query.get(), d_keys.get(), d_values.get(), d_out.get(), d_lse.get(), d_tables.get(),
+                                 d_lens.get(), d_starts.get()});
   auto call = [&] { check(cuda::backend().paged_attention(on_device, kDevice), "paged_attention"); };
 
   call();
-  const AttentionParams first = params(1, query.data(), keys.data(), values.data(), out.data(), lse.data(),
-                                       tables.data(), lens.data(), starts.data());
+  AttentionParams first = work::attention_params(s, {query.data(), keys.data(), values.data(), out.data(), lse.data(),
+                                                     batch.tables.data(), batch.lens.data(), batch.starts.data()});
+  first.num_seqs = 1;
+  first.num_tokens = s.query_len;
   check(cpu::backend().paged_attention(first, kHost), "paged_attention on the CPU");
   const std::vector<uint16_t> result = d_out.to_host();
   float error = 0, largest = 0;
-  for (size_t i = 0; i < out.size(); ++i) {
-    error = std::max(error, std::abs(to_float(result[i]) - to_float(out[i])));
-    largest = std::max(largest, std::abs(to_float(out[i])));
+  for (int64_t i = 0; i < s.query_len * s.num_q_heads * s.head_dim; ++i) {
+    const float expected = work::element(out.data(), s.dtype, i);
+    error = std::max(error, std::abs(work::element(result.data(), s.dtype, i) - expected));
+    largest = std::max(largest, std::abs(expected));
   }
   if (!(error <= 0.02f * largest)) return state.SkipWithError("the result differs from that of the CPU kernels");
 
   if (s.query_len == 1) {
-    run(state, 4.0 * s.num_seqs * s.seq_len * s.num_kv_heads * s.head_dim, 0, call);
+    run(state, 2.0 * s.cache_bytes(), 0, call);
   } else {
-    const double pairs = s.query_len * (s.seq_len - (s.query_len - 1) / 2.0);
-    run(state, 0, 4.0 * s.num_seqs * pairs * s.num_q_heads * s.head_dim, call);
+    run(state, 0, s.flops(), call);
   }
 }
 
-// 8192 tokens to random slots, or from the slots of one sequence.
-constexpr Shape kTokens{1, 8192, 8192, 8, 8, 128, 16};
-
-void write_tokens(benchmark::State& state) {
-  const Shape& s = kTokens;
-  std::vector<int64_t> slots(s.seq_len);
-  std::iota(slots.begin(), slots.end(), int64_t{0});
-  std::shuffle(slots.begin(), slots.end(), std::minstd_rand(1));
-  const std::vector<uint16_t> rows = random_rows(s.cache_elements(), 4);
-  const OnDevice<uint16_t> key(rows), value(rows), key_cache(rows.size()), value_cache(rows.size());
-  const OnDevice<int64_t> d_slots(slots);
-  ReshapeAndCacheParams p{};
-  p.num_tokens = s.seq_len;
-  p.num_kv_heads = s.num_kv_heads;
-  p.head_dim = s.head_dim;
-  p.num_blocks = s.num_blocks();
-  p.block_size = s.block_size;
-  p.key = rows_of(key.get(), s.num_kv_heads, s.head_dim);
-  p.value = rows_of(value.get(), s.num_kv_heads, s.head_dim);
-  p.key_cache = cache_of(s, key_cache.get());
-  p.value_cache = cache_of(s, value_cache.get());
-  p.slot_mapping = d_slots.get();
-  run(state, 8.0 * s.cache_elements(), 0,
-      [&] { check(cuda::backend().reshape_and_cache(p, kDevice), "reshape_and_cache"); });
+// The tokens of one sequence, to its slots or from them.
+void tokens(benchmark::State& state, const Shape& s, bool timed_is_write) {
+  const std::vector<uint16_t> content = random_bfloat16(s.cache_elements(), 4);
+  const OnDevice<uint16_t> key(content), value(content), key_cache(content), value_cache(content);
+  const work::Batch batch(s);
+  const OnDevice<int64_t> slots(batch.slots(s));
+  const OnDevice<int32_t> table(batch.tables), len(batch.lens);
+  const work::TokensMemory memory{key.get(), value.get(), key_cache.get(), value_cache.get()};
+  const ReshapeAndCacheParams write = work::write_params(s, memory, slots.get());
+  const GatherKvParams gather = work::gather_params(s, memory, table.get(), len.get());
+  run(state, 4.0 * s.cache_bytes(), 0, [&] {  // keys and values, read and written
+    if (timed_is_write) {
+      check(cuda::backend().reshape_and_cache(write, kDevice), "reshape_and_cache");
+    } else {
+      check(cuda::backend().gather_kv(gather, kDevice), "gather_kv");
+    }
+  });
 }
 
-void gather_tokens(benchmark::State& state) {
-  const Shape& s = kTokens;
-  const std::vector<uint16_t> rows = random_rows(s.cache_elements(), 4);
-  const OnDevice<uint16_t> key_cache(rows), value_cache(rows), key(rows.size()), value(rows.size());
-  const OnDevice<int32_t> tables(random_order(s.num_blocks())), lens(std::vector<int32_t>{8192});
-  GatherKvParams p{};
-  p.num_seqs = 1;
-  p.num_kv_heads = s.num_kv_heads;
-  p.head_dim = s.head_dim;
-  p.num_blocks = s.num_blocks();
-  p.block_size = s.block_size;
-  p.table_width = s.blocks_per_seq();
-  p.num_tokens = s.seq_len;
-  p.key_cache = cache_of(s, key_cache.get());
-  p.value_cache = cache_of(s, value_cache.get());
-  p.key = rows_of(key.get(), s.num_kv_heads, s.head_dim);
-  p.value = rows_of(value.get(), s.num_kv_heads, s.head_dim);
-  p.block_tables = tables.get();
-  p.table_stride_seq = s.blocks_per_seq();
-  p.table_stride_block = 1;
-  p.seq_lens = lens.get();
-  run(state, 8.0 * s.cache_elements(), 0, [&] { check(cuda::backend().gather_kv(p, kDevice), "gather_kv"); });
-}
-
-constexpr int64_t kBlockBytes = 32768, kPairs = 64, kTensors = 64;  // keys and values of 32 layers
-
-BlockedBytes blocks_at(char* data) {
-  BlockedBytes b{};
-  b.data = data;
-  b.stride_block_bytes = b.inner_bytes = kBlockBytes;
-  return b;
-}
-
-// (source, destination): the first kPairs blocks in random order, to those after them.
-std::vector<int64_t> random_pairs(int64_t first_destination) {
-  const std::vector<int32_t> order = random_order(kPairs);
-  std::vector<int64_t> mapping;
-  for (int64_t i = 0; i < kPairs; ++i) mapping.insert(mapping.end(), {order[i], first_destination + i});
-  return mapping;
-}
+constexpr int64_t kBlockBytes = 32768, kPairs = 64, kTensors = 2 * work::kLayers;
 
 void copy_layers(benchmark::State& state) {
   const OnDevice<char> memory(2 * kPairs * kBlockBytes * kTensors);
   std::vector<BlockedBytes> tensors;
-  for (int64_t i = 0; i < kTensors; ++i) tensors.push_back(blocks_at(memory.get() + i * 2 * kPairs * kBlockBytes));
-  const OnDevice<int64_t> mapping(random_pairs(kPairs));
+  for (int64_t i = 0; i < kTensors; ++i) {
+    tensors.push_back(work::whole_blocks(memory.get() + i * 2 * kPairs * kBlockBytes, kBlockBytes));
+  }
+  const OnDevice<int64_t> mapping(work::pairs_of(kPairs, kPairs, false));
   const CopyBlocksParams p{kTensors, kPairs, tensors.data(), mapping.get()};
   run(state, 2.0 * kPairs * kBlockBytes * kTensors, 0,
       [&] { check(cuda::backend().copy_blocks(p, kDevice), "copy_blocks"); });
 }
 
-void swap_out(benchmark::State& state, bool neighbours) {
+void swap_out(benchmark::State& state, bool runs) {
   const OnDevice<char> memory(kPairs * kBlockBytes);
   char* host = nullptr;
   check(cudaMallocHost(reinterpret_cast<void**>(&host), kPairs * kBlockBytes), "cudaMallocHost");
-  std::vector<int64_t> mapping = random_pairs(0);
-  for (int64_t i = 0; neighbours && i < kPairs; ++i) mapping[2 * i] = i;
-  const SwapBlocksParams p{kPairs, blocks_at(memory.get()), blocks_at(host), mapping.data()};
+  const std::vector<int64_t> mapping = work::pairs_of(kPairs, 0, runs);
+  const SwapBlocksParams p{kPairs, work::whole_blocks(memory.get(), kBlockBytes), work::whole_blocks(host, kBlockBytes),
+                           mapping.data()};
   run(state, 1.0 * kPairs * kBlockBytes, 0, [&] { check(cuda::backend().swap_blocks(p, kDevice), "swap_blocks"); });
   cudaFreeHost(host);
-}
-
-void add(const std::string& name, void (*body)(benchmark::State&, Shape), Shape shape) {
-  benchmark::RegisterBenchmark(name.c_str(), [body, shape](benchmark::State& state) { body(state, shape); })
-      ->UseManualTime()
-      ->Iterations(kIterations)
-      ->Unit(benchmark::kMicrosecond);
 }
 
 void add(const std::string& name, const std::function<void(benchmark::State&)>& body) {
@@ -353,6 +230,10 @@ void add(const std::string& name, const std::function<void(benchmark::State&)>& 
       ->UseManualTime()
       ->Iterations(kIterations)
       ->Unit(benchmark::kMicrosecond);
+}
+
+void add_attention(const std::string& kind, const Shape& s) {
+  add(kind + s.name(), [s](benchmark::State& state) { attention(state, s); });
 }
 
 }  // namespace
@@ -363,17 +244,18 @@ int main(int argc, char** argv) {
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
 
-  add("decode/1x32768/heads:32:8/dim:128/block:16", attention, {1, 32768, 1, 32, 8, 128, 16});
-  add("decode/16x2048/heads:32:8/dim:128/block:16", attention, {16, 2048, 1, 32, 8, 128, 16});
-  add("decode/16x2048/heads:32:8/dim:128/block:32", attention, {16, 2048, 1, 32, 8, 128, 32});
-  add("decode/64x1024/heads:12:12/dim:64/block:16", attention, {64, 1024, 1, 12, 12, 64, 16});
-  add("decode/64x4096/heads:32:8/dim:128/block:16", attention, {64, 4096, 1, 32, 8, 128, 16});  // 1 GiB
-  add("prefill/1x1024/heads:32:8/dim:128/block:16", attention, {1, 1024, 1024, 32, 8, 128, 16});
-  add("chunk/256on4096/heads:32:8/dim:128/block:16", attention, {1, 4352, 256, 32, 8, 128, 16});
-  add("write/8192", write_tokens);
-  add("gather/8192", gather_tokens);
+  add_attention("decode", {1, 32768, 1, 32, 8, 128, 16});
+  add_attention("decode", {16, 2048, 1, 32, 8, 128, 16});
+  add_attention("decode", {16, 2048, 1, 32, 8, 128, 32});
+  add_attention("decode", {64, 1024, 1, 12, 12, 64, 16});
+  add_attention("decode", {64, 4096, 1, 32, 8, 128, 16});  // 1 GiB
+  add_attention("prefill", {1, 1024, 1024, 32, 8, 128, 16});
+  add_attention("chunk", {1, 4096, 256, 32, 8, 128, 16});
+  const Shape one{1, 8192, 8192, 8, 8, 128, 16};
+  add("write/8192", [one](benchmark::State& state) { tokens(state, one, true); });
+  add("gather/8192", [one](benchmark::State& state) { tokens(state, one, false); });
   add("copy/64_blocks/32_layers", copy_layers);
-  add("swap/64_blocks/neighbours", [](benchmark::State& state) { swap_out(state, true); });
+  add("swap/64_blocks/runs", [](benchmark::State& state) { swap_out(state, true); });
   add("swap/64_blocks/scattered", [](benchmark::State& state) { swap_out(state, false); });
 
   if (!only_list) {
