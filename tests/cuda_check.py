@@ -54,7 +54,7 @@ class Kernel:
 
     @property
     def short_name(self) -> str:
-        name = re.sub(r"paged_kv::cuda::|\(anonymous namespace\)::|^void ", "", self.name)
+        name = re.sub(r"paged_kv::(?:cuda::)?|\(anonymous namespace\)::|^void ", "", self.name)
         return name.rsplit("(", 1)[0]
 
     @property

@@ -10,49 +10,13 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "params.h"
+#include "element_types.h"
 
 namespace paged_kv::cuda {
 
-struct Float8E4M3 {
-  uint8_t bits;
-};
-struct Float8E5M2 {
-  uint8_t bits;
-};
-
-namespace detail {
-template <DType>
-struct Element;
-template <>
-struct Element<DType::kFloat32> {
-  using type = float;
-};
-template <>
-struct Element<DType::kFloat16> {
-  using type = __half;
-};
-template <>
-struct Element<DType::kBFloat16> {
-  using type = __nv_bfloat16;
-};
-template <>
-struct Element<DType::kFloat8E4M3> {
-  using type = Float8E4M3;
-};
-template <>
-struct Element<DType::kFloat8E5M2> {
-  using type = Float8E5M2;
-};
-template <>
-struct Element<DType::kInt8> {
-  using type = int8_t;
-};
-}  // namespace detail
-
 // The C++ type of a dtype's elements, e.g. Element<tag()> in the lambda of a dispatch function.
 template <DType kType>
-using Element = typename detail::Element<kType>::type;
+using Element = ElementOf<kType, __half, __nv_bfloat16>;
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
