@@ -20,37 +20,16 @@ TRACE_FOLDER = (
     Path(__file__).resolve().parents[2] / "shared/traces"
 )  # where recorded traffic is looked for by default
 
-READ_PIECES = r"""
-#include <stdint.h>
-#include <string.h>
-// The sum of the 64-bit words of `count` pieces of `bytes` bytes (a multiple of 256) each.
-uint64_t read_pieces(const char* const* pieces, int64_t count, int64_t bytes, int threads) {
-  uint64_t total = 0;
-#pragma omp parallel for reduction(+ : total) schedule(static) num_threads(threads)
-  for (int64_t i = 0; i < count; ++i) {
-    uint64_t sums[32] = {0};  // enough independent chains to keep the loads in flight
-    for (int64_t j = 0; j < bytes; j += sizeof(sums)) {
-      uint64_t words[32];
-      memcpy(words, pieces[i] + j, sizeof(words));
-      if (i + 1 < count) __builtin_prefetch(pieces[i + 1] + j, 0, 2);
-      for (int k = 0; k < 32; ++k) sums[k] += words[k];
-    }
-    for (int k = 0; k < 32; ++k) total += sums[k];
-  }
-  return total;
-}
-"""
-
 
 class PlainRead:
     """Reads given pieces of memory in order, doing nothing with them: the limit for a kernel that has to read them."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="paged_kv_bench_")
-        source, library = Path(self._folder.name, "read.c"), Path(self._folder.name, "read.so")
-        source.write_text(READ_PIECES)
+        library = Path(self._folder.name, "read.so")
+        source = Path(__file__).parent / "cpp/plain_read.cpp"
         flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
-        subprocess.run(["cc", *flags, "-o", str(library), str(source)], check=True)
+        subprocess.run(["c++", *flags, "-o", str(library), str(source)], check=True)
         self._read = ctypes.CDLL(str(library)).read_pieces
         self._read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
 

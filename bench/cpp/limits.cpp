@@ -6,24 +6,13 @@
 #include <algorithm>
 #include <cstring>
 
+extern "C" uint64_t read_pieces(const char* const* pieces, int64_t count, int64_t bytes, int threads);
+
 namespace limits {
 
 void read(const std::vector<const char*>& pieces, int64_t piece_bytes) {
-  constexpr int kWords = 32;  // enough independent sums to keep the loads in flight
   const int64_t count = static_cast<int64_t>(pieces.size());
-  uint64_t total = 0;
-#pragma omp parallel for reduction(+ : total) schedule(static)
-  for (int64_t i = 0; i < count; ++i) {
-    uint64_t sums[kWords] = {};
-    for (int64_t j = 0; j < piece_bytes; j += sizeof(sums)) {
-      uint64_t words[kWords];
-      std::memcpy(words, pieces[i] + j, sizeof(words));
-      if (i + 1 < count) __builtin_prefetch(pieces[i + 1] + j, 0, 2);
-      for (int k = 0; k < kWords; ++k) sums[k] += words[k];
-    }
-    for (int k = 0; k < kWords; ++k) total += sums[k];
-  }
-  benchmark::DoNotOptimize(total);
+  benchmark::DoNotOptimize(read_pieces(pieces.data(), count, piece_bytes, omp_get_max_threads()));
 }
 
 void copy(char* to, const char* from, int64_t bytes) {

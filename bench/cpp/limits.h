@@ -6,7 +6,7 @@
 
 namespace limits {
 
-// Reads pieces of memory of equal size in their order and does nothing with them.
+// Reads pieces of memory of equal size, a multiple of 256, in their order and does nothing with them.
 void read(const std::vector<const char*>& pieces, int64_t piece_bytes);
 
 // memcpy, each thread one part of the whole.
