@@ -1,5 +1,6 @@
 """What a request may ask for, on tiny models: samples, beams, drafts, stops, and the prefix cache under all of it."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -46,6 +47,27 @@ def test_no_token_depends_on_the_cache_the_pool_or_the_batch(
         assert_whole(llm)
     assert [tokens(llm.generate([prompt], GREEDY))[0] for prompt in prompts] == expected
     assert (llm.metrics.cached_tokens > 0) == prefix_cache
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_blocks": 8}, {"num_blocks": 9, "num_host_blocks": 4}], ids=str
+)
+def test_logits_are_as_near_to_the_truth_as_the_models_own(model, prompts, expected, settings):
+    def log_probs(model):
+        rows = []
+        for prompt, answer in zip(prompts, expected, strict=True):
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+            rows.append(logits.log_softmax(-1))
+        return torch.cat(rows)
+
+    with torch.inference_mode():
+        truth, own = log_probs(copy.deepcopy(model).double()), log_probs(model)
+    llm = new_llm(model, **settings)
+    for _ in range(2):  # missed, then hit
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=10, logprobs=128))
+        told = [told for output in outputs for told in output.completions[0].logprobs]
+        ours = torch.tensor([[step[token] for token in range(128)] for step in told])
+        assert (ours - truth).abs().max() <= 2 * (own - truth).abs().max()
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama", "gemma4")])
@@ -420,3 +442,11 @@ def test_the_models_forward_compiles_in_one_graph_and_soon_not_again(model, prom
     others = random_prompts([5, 9, 3, 2, 6])
     assert tokens(llm.generate(others, GREEDY)) == own_answers(model, others, 10)
     assert len(graphs) == seen
+
+
+def test_what_inductor_makes_of_it_answers_alike(prompts):
+    model = tiny_model(
+        "llama", num_hidden_layers=2
+    )  # the second one's keys begin in the middle of the cache's memory
+    answers = tokens(new_llm(model, compile=True).generate(prompts, GREEDY))
+    assert answers == own_answers(model, prompts, 10)

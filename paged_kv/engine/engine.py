@@ -328,9 +328,8 @@ class Engine:
         if not prompt_ids:
             return "the prompt is empty"
         if len(prompt_ids) >= longest:
-            limit = "the context" if longest == self.max_model_len else "the whole pool of blocks"
-            if longest == self.manager.num_blocks * self.manager.block_size + 1:
-                limit = "the whole pool of blocks"
+            pool = self.manager.num_blocks * self.manager.block_size + 1
+            limit = "the context" if longest == self.max_model_len < pool else "the whole pool of blocks"
             each = f" for each of {params.num_seqs} sequences" if params.num_seqs > 1 else ""
             return (
                 f"the prompt has {len(prompt_ids)} tokens; {limit} holds {longest}{each}, "
