@@ -1,6 +1,8 @@
 """Faults put into the engine: what they do not concern finishes with the right tokens, and the pool stays whole."""
 
+import contextlib
 import dataclasses
+import gc
 import signal
 import sys
 import threading
@@ -12,7 +14,7 @@ from test_engine import assert_whole, new_llm
 from tiny_models import own_answers, random_prompts, tiny_model
 
 import paged_kv
-from paged_kv.engine import FinishReason, SamplingParams
+from paged_kv.engine import FinishReason, SamplingParams, interrupts
 from paged_kv.errors import OutOfBlocksError, OutOfHostBlocksError, OutOfRoomError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -297,6 +299,68 @@ def test_an_interrupt_waits_for_the_end_of_an_abort(model, prompts, monkeypatch)
         llm.engine.abort(request)
     assert not llm.engine.has_work
     assert_whole(llm)
+
+
+@pytest.mark.parametrize("call", ["add_request", "abort"])
+def test_an_interrupted_stream_leaves_no_request_behind(model, prompts, monkeypatch, call):
+    llm = new_llm(model)
+    stream = llm.stream(prompts, SamplingParams(max_tokens=30))
+    if call == "abort":
+        next(stream)
+    function = getattr(llm.engine, call)
+
+    def interrupted(*args, **options):
+        answer = function(*args, **options)
+        signal.raise_signal(signal.SIGINT)
+        return answer
+
+    monkeypatch.setattr(llm.engine, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stream.close() if call == "abort" else next(stream)
+    assert not llm.engine.has_work
+    assert_whole(llm)
+
+
+def run_waiting(at=None):
+    """Lets interrupts wait and come at once, as a step does. Returns how many instructions ran, and whether there was
+    an interrupt, at the one with the number `at`."""
+    files, count, interrupted = (interrupts.__file__, contextlib.__file__, __file__), 0, False
+
+    def trace(frame, event, _):
+        nonlocal count
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            if count == at:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+            count += 1
+        return trace
+
+    def step():
+        with interrupts.interrupts_wait() as at_once:
+            assert at_once(str, 1) == "1"
+
+    sys.settrace(trace)
+    try:
+        step()
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        sys.settrace(None)
+    return count, interrupted
+
+
+def test_an_interrupt_at_any_instruction_comes_and_so_does_the_next():
+    total, interrupted = run_waiting()
+    assert not interrupted
+    for at in range(total):
+        _, interrupted = run_waiting(at)
+        assert interrupted, at
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, at
+    gc.collect()  # nothing that was interrupted wakes up again
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_steps_of_another_thread_leave_signals_alone(model, prompts, expected):

@@ -174,8 +174,7 @@ class Engine:
                     return []
                 scheduled = time.perf_counter()
                 self.cache_use.record(self.manager.stats())
-                with at_once():
-                    logits = run_model(self.model, self.cache, self.manager, step)
+                logits = at_once(run_model, self.model, self.cache, self.manager, step)
                 computed = time.perf_counter()
                 changed = self._advance(step, logits)
             except BaseException:

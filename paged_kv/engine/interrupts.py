@@ -5,30 +5,38 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 __all__ = ["interrupts_wait"]
 
+T = TypeVar("T")
+
 
 @contextmanager
-def interrupts_wait() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Within it an interrupt waits until its end; within what the given function makes, it comes at once."""
+def interrupts_wait() -> Iterator[Callable[..., Any]]:
+    """Within it an interrupt waits until its end; while `at_once(function, *args)`, of the function given, runs
+    that function, it comes at once."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield nullcontext  # there Python raises none
+        yield _call  # there Python raises none
         return
     came: list[tuple] = []
 
     def wait(*call: object) -> None:
         came.append(call)
 
-    @contextmanager
-    def at_once() -> Iterator[None]:
+    def deliver() -> None:
         signal.signal(signal.SIGINT, handler)
+        while came:
+            handler(*came.pop(0))
+
+    # No context manager: interrupted on its way in or out, it would end whenever it is collected, and leave `wait`
+    # in place for good.
+    def at_once(function: Callable[..., T], *args: object) -> T:
         try:
-            if came:
-                handler(*came.pop())
-            yield
+            deliver()
+            return function(*args)
         finally:
             signal.signal(signal.SIGINT, wait)
 
@@ -36,6 +44,8 @@ def interrupts_wait() -> Iterator[Callable[[], AbstractContextManager[None]]]:
     try:
         yield at_once
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came.pop())
+        deliver()
+
+
+def _call(function: Callable[..., T], *args: object) -> T:
+    return function(*args)

@@ -13,6 +13,7 @@ from ..integrations.loading import load
 from ..integrations.transformers import PagedModel
 from ..manager import PagedKVCacheManager
 from .engine import Engine
+from .interrupts import interrupts_wait
 from .metrics import CacheUse, EngineMetrics
 from .request import FinishReason, Request
 from .sampling_params import SamplingParams
@@ -227,7 +228,9 @@ class LLM:
             requests: list[Request] = []
             try:
                 for prompt_ids, param in zip(ids, params, strict=True):
-                    requests.append(self.engine.add_request(prompt_ids, param, priority=priority, salt=salt))
+                    with interrupts_wait():
+                        request = self.engine.add_request(prompt_ids, param, priority=priority, salt=salt)
+                        requests.append(request)
                 tellers = [Teller(request, index) for index, request in enumerate(requests)]
                 while tellers:
                     # Whoever else works with the engine steps these requests too, so their state tells what is new.
@@ -236,8 +239,9 @@ class LLM:
                     if tellers:
                         self.engine.step()
             finally:
-                for request in requests:
-                    self.engine.abort(request)
+                with interrupts_wait():
+                    for request in requests:
+                        self.engine.abort(request)
 
         return outputs()
 
