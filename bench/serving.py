@@ -3,8 +3,8 @@
     python -m bench.serving [--only batch chunked ...] [--traces FOLDER] [--plot FILE]
 
 batch     requests with the lengths of a recorded trace, in a pool that holds two contiguous caches of the greatest
-          length: the engine, transformers' static cache with static batches, its `generate_batch`, and vLLM where
-          its environment is set up. Greedy, and all end by length.
+          length: the engine, also with packed weights, transformers' static cache with static batches, its
+          `generate_batch`, and vLLM where its environment is set up. Greedy, and all end by length.
 chunked   latency between the tokens of 8 running requests when a long prompt arrives, with and without chunks.
 prefix    time to the first token of the second turn of a chat, with and without the prefix cache.
 share     8 samples, and 4 beams, against as many requests of their own.

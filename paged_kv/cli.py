@@ -34,6 +34,7 @@ FEW = 8
 """Up to so many prompts, answers are printed token by token; more get a progress bar."""
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+CACHE_DTYPES = {name: getattr(torch, name) for name in ("int8", "float8_e4m3fn", "float8_e5m2")}
 
 
 class InputError(Exception):
@@ -114,6 +115,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--draft-tokens", type=int, default=0, metavar="N", help="guess up to N tokens a step from the text")
     add("--logprobs", type=int, metavar="K", help="with --output: each token's, and of the K likeliest")
     add("--dtype", choices=DTYPES, help="of the weights (default: as stored; float32 for GGUF)")
+    add("--cache-dtype", choices=CACHE_DTYPES, help="of keys and values, quantised (default: the weights')")
+    add("--pack-weights", action="store_true", help="float32 on a CPU: faster decode, for twice the memory")
     add("--block-size", type=int, default=16, metavar="B", help="token slots in a block (default: 16)")
     add("--num-blocks", type=int, metavar="N", help="blocks in the pool (default: 1 GiB of them)")
     add(
@@ -240,7 +243,9 @@ def _load(args: argparse.Namespace) -> LLM:
         with redirect_stderr(io.StringIO()):  # transformers' progress bars; its warnings still come through
             return LLM(
                 path,
-                dtype=DTYPES[args.dtype] if args.dtype else None,
+                dtype=DTYPES.get(args.dtype),
+                cache_dtype=CACHE_DTYPES.get(args.cache_dtype),
+                pack_weights=args.pack_weights,
                 block_size=args.block_size,
                 num_blocks=args.num_blocks,
                 max_num_seqs=args.max_num_seqs,

@@ -228,13 +228,22 @@ def test_stats_and_a_trace_are_told_when_asked_for(folder, tmp_path, capsys):
     assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} == {"X", "C"}
 
 
-def test_weights_can_be_loaded_in_another_dtype(folder, monkeypatch, capsys):
+def test_weights_and_cache_can_have_another_dtype(folder, monkeypatch, capsys):
     dtypes = []
     monkeypatch.setattr(
-        "paged_kv.cli._print_summary", lambda llm, *rest: dtypes.append(llm.model.layers[0].dtype)
+        "paged_kv.cli._print_summary",
+        lambda llm, *rest: dtypes.append((llm.model.layers[0].dtype, llm.engine.cache.dtype)),
     )
     assert run(folder, "hello", "--dtype", "bfloat16") == 0
-    assert dtypes == [torch.bfloat16]
+    assert run(folder, "hello", "--cache-dtype", "int8") == 0
+    assert dtypes == [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.int8)]
+
+
+def test_weights_can_be_packed(folder, capsys):
+    assert run(folder, "hello", "--pack-weights") == 0
+    assert capsys.readouterr().out == own_text(folder, "hello") + "\n"
+    assert run(folder, "hello", "--pack-weights", "--dtype", "float16") == 2
+    assert "pack_weights: expected linear layers in float32 on the CPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
