@@ -18,7 +18,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -60,6 +60,16 @@ TABLES_TRACE, TABLES_REQUESTS, TABLES_POOL = "mooncake_conversation.jsonl", 500,
 HEAD_DIMS, RATIOS = (40, 64, 80, 96, 128, 192, 256), (1, 4, 5, 7, 8, 12)
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A case that is ready to be timed."""
+
+    shape: Shape
+    contenders: dict[str, Callable[[], list[float]]]  # each takes a turn and gives the seconds of its calls
+    limits: list[str]  # the contenders that are limits
+    chosen: dict[str, str]  # by peer, what it chose to do with the case
+
+
 class Bench:
     """Contenders that stay from case to case."""
 
@@ -81,8 +91,11 @@ class Bench:
         read, _ = self.plain_read.of_blocks([ours.key_cache, ours.value_cache], blocks, self.threads)
         return {"plain read": read}
 
-    def measure(self, part: str, shape: Shape, inputs: Inputs | None = None, *, alone: bool = False) -> dict:
-        """`inputs` of the shape, if not its own; `alone`: without peers and contiguous attention."""
+    def enter(self, shape: Shape, inputs: Inputs | None = None, *, alone: bool = False) -> Entry:
+        """Checks every contender. A peer holds one case at a time, the last one entered.
+
+        inputs: of the shape, if not its own. alone: without peers and contiguous attention.
+        """
         inputs = inputs or Inputs(shape)
         ours = Ours(inputs)
         check("paged_kv", inputs, ours())
@@ -101,30 +114,47 @@ class Bench:
                 check(peer.name, inputs, torch.load(peer.ask("run", str(self.folder / "out.pt"))))
                 contenders[peer.name] = lambda peer=peer: peer.ask("time", self.seconds)
             contenders["torch SDPA"] = lambda: time_calls(contiguous, self.seconds / 2)
-        times: dict[str, list[float]] = {name: [] for name in contenders}
+        return Entry(shape, contenders, list(limits), chosen)
+
+    def measure(self, part: str, shape: Shape, *, alone: bool = False) -> dict:
+        return self.measure_together(part, [self.enter(shape, alone=alone)])[0]
+
+    def measure_together(self, part: str, entries: list[Entry]) -> list[dict]:
+        """All contenders of all entries take turns: for cases that are compared with one another."""
+        times = [{name: [] for name in entry.contenders} for entry in entries]
         for _ in range(ROUNDS):
-            for name, turn in contenders.items():
-                time.sleep(0.05)  # until the threads of the one before have stopped spinning
-                times[name] += turn()
+            for entry, of_entry in zip(entries, times, strict=True):
+                for name, turn in entry.contenders.items():
+                    time.sleep(0.05)  # until the threads of the one before have stopped spinning
+                    of_entry[name] += turn()
+        results = [
+            self.conclude(part, entry, of_entry) for entry, of_entry in zip(entries, times, strict=True)
+        ]
+        self.results += results
+        for result in results:
+            print(line(result), flush=True)
+        return results
+
+    def conclude(self, part: str, entry: Entry, times: dict[str, list[float]]) -> dict:
+        """Times to what is printed and written: medians, rates and the limit's."""
+        shape, is_decode = entry.shape, entry.shape.kind == "decode"
         seconds = {
             name: dict(zip(("median", "low", "high"), spread(t), strict=True)) for name, t in times.items()
         }
-        ours_rate = (shape.kv_bytes if shape.kind == "decode" else shape.flops) / seconds["paged_kv"][
-            "median"
-        ]
-        amount = shape.kv_bytes if shape.kind == "decode" else 2 * 1024**3
-        limit_rate = max(amount / seconds[name]["median"] for name in limits)
-        result = {"part": part, "case": str(shape), "threads": self.threads, "kv_bytes": shape.kv_bytes}
-        result |= {"flops": shape.flops, "rate": ours_rate, "limit_rate": limit_rate}
-        result |= {
-            "unit": "B/s" if shape.kind == "decode" else "FLOP/s",
-            "chosen": chosen,
-            "limits": list(limits),
+        limit_amount = shape.kv_bytes if is_decode else 2 * 1024**3
+        return {
+            "part": part,
+            "case": str(shape),
+            "threads": self.threads,
+            "kv_bytes": shape.kv_bytes,
+            "flops": shape.flops,
+            "rate": (shape.kv_bytes if is_decode else shape.flops) / seconds["paged_kv"]["median"],
+            "limit_rate": max(limit_amount / seconds[name]["median"] for name in entry.limits),
+            "unit": "B/s" if is_decode else "FLOP/s",
+            "chosen": entry.chosen,
+            "limits": entry.limits,
+            "seconds": seconds,
         }
-        result["seconds"] = seconds
-        self.results.append(result)
-        print(line(result), flush=True)
-        return result
 
 
 def line(result: dict) -> str:
@@ -153,8 +183,13 @@ def ours_of(result: dict) -> float:
     return result["seconds"]["paged_kv"]["median"]
 
 
+def plain_read_of(result: dict) -> float:
+    return result["seconds"]["plain read"]["median"]
+
+
 def quantised(bench: Bench) -> None:
-    plain, *others = [bench.measure("quantised", shape, alone=True) for shape in QUANTISED]
+    entries = [bench.enter(shape, alone=True) for shape in QUANTISED]
+    plain, *others = bench.measure_together("quantised", entries)
     for other in others:
         print(f"  takes {ours_of(other) / ours_of(plain):.2f} of bfloat16's time")
 
@@ -167,7 +202,7 @@ def mixed(bench: Bench) -> None:
 
 
 def window(bench: Bench) -> None:
-    windowed, short = [bench.measure("window", shape, alone=True) for shape in WINDOW]
+    windowed, short = bench.measure_together("window", [bench.enter(shape, alone=True) for shape in WINDOW])
     print(f"  the window takes {ours_of(windowed) / ours_of(short):.2f} of a context as long as the window")
 
 
@@ -177,7 +212,7 @@ def threads(bench: Bench) -> None:
         bench.threads = count
         torch.set_num_threads(count)
         result = bench.measure("threads", Shape(1, 32768, block_size=32), alone=True)
-        times[count] = (ours_of(result), result["seconds"]["plain read"]["median"])
+        times[count] = (ours_of(result), plain_read_of(result))
     gains = [one / many for one, many in zip(times[1], times[cores], strict=True)]
     print(f"  {cores} threads are {gains[0]:.2f}x as fast as 1; a plain read {gains[1]:.2f}x")
 
@@ -195,18 +230,21 @@ def tables(bench: Bench) -> None:
         f"{moment.num_entries - moment.num_distinct} of them shared"
     )
     for layout in ("HND", "head_major"):
-        times = {}
-        for name, order in PLACEMENTS.items():
-            blocks = moment.placed(order(moment))
+        tables = {name: moment.placed(order(moment)) for name, order in PLACEMENTS.items()}
+        entries = []
+        for name, blocks in tables.items():
             shape = moment.shape(name, layout)
-            alone = name != "manager" or layout != "HND"
-            result = bench.measure("tables", shape, Inputs(shape, blocks, moment.num_blocks), alone=alone)
-            result["neighbours"] = neighbours(blocks)
-            times[name] = ours_of(result), result["seconds"]["plain read"]["median"]
-            print(f"  {result['neighbours']:.1%} of the blocks follow the one before them")
-        for index, what in enumerate(("paged_attention", "a plain read")):
-            scattered, runs = (times[name][index] / times["manager"][index] for name in ("scattered", "runs"))
-            print(f"  {what}: scattered takes {scattered:.2f} of the manager's time, runs {runs:.2f}")
+            inputs = Inputs(shape, blocks, moment.num_blocks)
+            entries.append(bench.enter(shape, inputs, alone=(name, layout) != ("manager", "HND")))
+        results = dict(zip(tables, bench.measure_together("tables", entries), strict=True))
+        times = {name: (ours_of(result), plain_read_of(result)) for name, result in results.items()}
+        for name, result in results.items():
+            result["neighbours"] = neighbours(tables[name])
+            ours, read = (time / best for time, best in zip(times[name], times["manager"], strict=True))
+            print(
+                f"  {name}: {result['neighbours']:.1%} of the blocks follow the one before them; {ours:.2f} of the "
+                f"manager's time, a plain read {read:.2f}"
+            )
 
 
 def efficiency(bench: Bench) -> None:

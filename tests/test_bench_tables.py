@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.attention import ROUNDS, Bench, Entry
 from bench.attention_cases import Group, Inputs, Ours, Shape, check
 from bench.attention_tables import PLACEMENTS, Moment, moment_of, neighbours
 from bench.common import PlainRead
@@ -106,3 +107,28 @@ def test_inputs_are_saved_for_peers_as_they_are(moment, tmp_path: Path):
     assert case["cache_shape"] == (POOL, 8, BLOCK_SIZE, 128)
     for row, table in zip(case["block_tables"], moment.tables, strict=True):
         assert row[: len(table)].tolist() == table.tolist()
+
+
+def test_what_is_compared_takes_turns(tmp_path):
+    bench, turns = Bench([], seconds=0.0, folder=tmp_path, threads=1), []
+
+    def contender(name: str, seconds: float):
+        return lambda: turns.append(name) or [seconds, seconds]
+
+    shapes = [Shape(1, 64), Shape(1, 64, dtype=torch.float32)]
+    entries = [
+        Entry(
+            shape,
+            {"paged_kv": contender(f"{i} ours", 2e-3 * (i + 1)), "plain read": contender(f"{i} read", 1e-3)},
+            ["plain read"],
+            {},
+        )
+        for i, shape in enumerate(shapes)
+    ]
+    results = bench.measure_together("a part", entries)
+    assert turns == ["0 ours", "0 read", "1 ours", "1 read"] * ROUNDS
+    assert results == bench.results
+    for result, shape, seconds in zip(results, shapes, (2e-3, 4e-3), strict=True):
+        assert result["case"] == str(shape)
+        assert result["rate"] == pytest.approx(2 * 64 * 8 * 128 * shape.dtype.itemsize / seconds)
+        assert result["rate"] / result["limit_rate"] == pytest.approx(1e-3 / seconds)
