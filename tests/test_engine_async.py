@@ -1,6 +1,8 @@
 """The asyncio front: many coroutines, one engine, cancellation at any moment."""
 
 import asyncio
+import threading
+import time
 
 import pytest
 from test_engine import assert_whole, new_llm
@@ -50,6 +52,43 @@ def test_a_stream_tells_each_token(model, prompts, expected):
 
     llm = new_llm(model)
     assert asyncio.run(main()) == [expected[0][:i] for i in range(1, 11)]
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize("turns", [1, 2, 3, 20])
+def test_when_all_tasks_are_cancelled_nothing_is_left_and_steps_are_let_end(
+    model, prompts, monkeypatch, turns, newest_first
+):
+    def alone(function):
+        def call(*args):
+            assert in_use.acquire(blocking=False)
+            try:
+                if function == step:
+                    time.sleep(0.02)
+                return function(*args)
+            finally:
+                in_use.release()
+
+        return call
+
+    async def main():
+        async with AsyncEngine(llm) as engine:
+            asking = [asyncio.create_task(engine.generate(prompt, GREEDY)) for prompt in prompts]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            tasks = asyncio.all_tasks() - {asyncio.current_task(), *asking}
+            for task in [*tasks, *asking] if newest_first else [*asking, *tasks]:
+                task.cancel()
+            answers = await asyncio.gather(*asking, return_exceptions=True)
+            assert all(isinstance(answer, asyncio.CancelledError) for answer in answers)
+
+    llm, in_use = new_llm(model), threading.Lock()
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", alone(step))
+    monkeypatch.setattr(llm.engine, "abort", alone(llm.engine.abort))
+    asyncio.run(main())
+    assert not llm.engine.has_work
+    assert_whole(llm)
 
 
 @pytest.mark.parametrize("num_outputs", [0, 1, 4])

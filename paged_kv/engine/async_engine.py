@@ -51,8 +51,9 @@ class AsyncEngine:
     async def close(self) -> None:
         """Aborts what runs and ends the thread."""
         self._fail_all(RuntimeError("the engine was closed"))
-        if self._driver is not None:
-            await self._driver
+        while self._calls or self.llm.engine.has_work:
+            self._wake()
+            await asyncio.wait([self._driver])
         self._thread.shutdown()
 
     async def generate(
@@ -117,7 +118,10 @@ class AsyncEngine:
     def _call(self, function: Callable[[], None]) -> None:
         """Has it called between two steps, soon."""
         self._calls.append(function)
-        if self._driver is None:
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._driver is None or self._driver.done():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     def _fail_all(self, error: Exception) -> None:
@@ -128,20 +132,26 @@ class AsyncEngine:
     async def _drive(self) -> None:
         """Computes steps for as long as there is work."""
         engine, loop = self.llm.engine, asyncio.get_running_loop()
-        try:
-            while self._calls or engine.has_work:
-                while self._calls:
-                    self._calls.pop(0)()
-                self._tell()
-                if not engine.has_work:
-                    continue
-                try:
-                    await loop.run_in_executor(self._thread, engine.step)
-                except Exception as error:
-                    self._fail_all(error)
-                self._tell()
-        finally:
-            self._driver = None
+        while self._calls or engine.has_work:
+            while self._calls:
+                self._calls.pop(0)()
+            self._tell()
+            if not engine.has_work:
+                continue
+            try:
+                await self._end_of(loop.run_in_executor(self._thread, engine.step))
+            except Exception as error:
+                self._fail_all(error)
+            self._tell()
+
+    async def _end_of(self, step: asyncio.Future) -> None:
+        """Waits for it even when cancelled, with all other tasks for instance: until then the engine is in use."""
+        while not step.done():
+            try:
+                await asyncio.wait([step])
+            except asyncio.CancelledError:
+                self._fail_all(RuntimeError("the engine's task was cancelled"))
+        step.result()
 
     def _tell(self) -> None:
         for ticket in self._tickets:
