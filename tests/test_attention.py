@@ -12,6 +12,7 @@ from cases import (
     CORRECT,
     FLOATS,
     MIXED,
+    QUANTISED,
     Case,
     Inputs,
     make_inputs,
@@ -196,6 +197,25 @@ def test_a_bad_token_reaches_only_rows_that_see_it(where: str, bad: float, backe
         assert_same_bits(bad_lse, lse, "lse")
     elif bad != bad:
         assert bad_out[token:].isnan().all() and bad_lse[token:].isnan().all()
+
+
+@pytest.mark.parametrize("seqs", [((1, 30),), ((20, 45),)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("exponent", [121, -90])
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+def test_scales_reach_as_far_as_float32(dtype: torch.dtype, exponent: int, seqs, backend) -> None:
+    """Powers of two change no bit but the exponent's, and here cancel out."""
+    inputs = make_inputs(Case(seqs=seqs, cache_dtype=dtype, integers=True), backend.device)
+    usual = backend.ops.paged_attention(**inputs.args)
+    large, half = 2.0**exponent, 2.0 ** (exponent // 2)
+    args = inputs.args | {
+        "query": inputs.args["query"] / large,
+        "scale": inputs.args["scale"] * half,
+        "k_scale": torch.full((1,), large / half, device=backend.device),
+        "v_scale": torch.full((1,), large, device=backend.device),
+    }
+    out, lse = backend.ops.paged_attention(**args)
+    assert_same_bits(out / large, usual[0], "out")
+    assert_same_bits(lse, usual[1], "lse")
 
 
 def test_the_measure_notices_a_fault() -> None:

@@ -223,7 +223,7 @@ void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t hea
                            scratch.scores + r * kTile, r == 0 ? &fetch : nullptr);
   });
 
-  ScoreRule rule{p.scale * head_scale(p.k_scale, head) * P::kUnit, p.softcap, 0.0f, nullptr, nullptr};
+  ScoreRule rule{p.scale * head_scale(p.k_scale, head), p.softcap, 0.0f, nullptr, nullptr};
   if (varies_by_token(p.k_scale)) {
     gather_scales(p.k_scale, scratch.offsets->k_scale, count, head, scratch.k_scale);
     rule.k_scale = scratch.k_scale;

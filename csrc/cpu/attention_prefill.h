@@ -216,7 +216,7 @@ void prefill_tile(const AttentionParams& p, const SequenceView& view, int64_t he
   pack_keys<P>(head_base<Element>(p.key_cache, head), scratch.offsets->key, count, p.head_dim, scratch.key_panels);
   pack_values<P>(head_base<Element>(p.value_cache, head), scratch.offsets->value, count, p.head_dim,
                  scratch.value_panels);
-  ScoreRule rule{p.scale * head_scale(p.k_scale, head) * P::kUnit, p.softcap, 0.0f, nullptr, nullptr};
+  ScoreRule rule{p.scale * head_scale(p.k_scale, head), p.softcap, 0.0f, nullptr, nullptr};
   if (varies_by_token(p.k_scale)) {
     gather_scales(p.k_scale, scratch.offsets->k_scale, count, head, scratch.k_scale);
     rule.k_scale = scratch.k_scale;

@@ -78,7 +78,7 @@ float softmax_tile(SoftmaxState& state, float* scores, typename P::Operand* weig
   Vec largest = splat(-kInfinity);
   IntVec not_a_number{};
   for (int i = first; i < end; i += kWidth) {
-    Vec score = load(scores + i) * rule.factor;
+    Vec score = load(scores + i) * rule.factor * P::kUnit;  // not factor * kUnit, which may overflow
     if (rule.k_scale != nullptr) score *= load(rule.k_scale + i);
     if (rule.softcap > 0) score = rule.softcap * tanh(score / rule.softcap);
     if (rule.slope != 0) score += rule.slope * (__builtin_convertvector(iota() + i, Vec) + distance);
@@ -107,13 +107,13 @@ inline void gather_scales(const ScaleView& scale, const int64_t (&offsets)[kTile
   for (int i = 0; i < count; ++i) out[i] = scale.data[offsets[i] + head * scale.stride_head];
 }
 
-// Writes a row of values in lane order, times `factor`, to a row of the output: in the cache's dtype, unless that is
-// quantised.
+// Writes a row of values in lane order, times `factor` times `scale`, which may be too much for float32, to a row of
+// the output: in the cache's dtype, unless that is quantised.
 template <class P>
-void write_row(const float* values, float factor, void* row, DType dtype, int64_t head_dim) {
+void write_row(const float* values, float factor, float scale, void* row, DType dtype, int64_t head_dim) {
   auto write = [&](auto* out) -> Error {
     for (int64_t i = 0; i < head_dim; i += kChunk) {
-      P::store_chunk(out + i, {load(values + i) * factor, load(values + i + kWidth) * factor},
+      P::store_chunk(out + i, {load(values + i) * factor * scale, load(values + i + kWidth) * factor * scale},
                      static_cast<int>(std::min<int64_t>(head_dim - i, kChunk)));
     }
     return nullptr;
@@ -132,11 +132,12 @@ void finish_row(const AttentionParams& p, int64_t token, int64_t q_head, bool se
   float factor = 0.0f, lse = -kInfinity;  // values are 0 where no key was seen
   if (sees_a_key) {
     state.finish(p.sinks != nullptr ? p.sinks[q_head] : -kInfinity, factor, lse);
-    factor *= head_scale(p.v_scale, q_head / (p.num_q_heads / p.num_kv_heads)) * P::kUnit;
+    factor *= P::kUnit;
   }
   char* row = static_cast<char*>(p.out.data) +
               (token * p.out.stride_token + q_head * p.out.stride_head) * element_size(p.out.dtype);
-  write_row<P>(values, factor, row, p.out.dtype, p.head_dim);
+  const float scale = head_scale(p.v_scale, q_head / (p.num_q_heads / p.num_kv_heads));
+  write_row<P>(values, factor, scale, row, p.out.dtype, p.head_dim);
   p.lse[token * p.lse_stride_token + q_head * p.lse_stride_head] = lse;
 }
 
