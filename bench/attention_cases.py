@@ -228,10 +228,17 @@ def mask_of(group: Group, window: int) -> Tensor:
 
 
 def check(name: str, inputs: Inputs, out: Tensor) -> None:
-    """A contender that computes something else is not one: the last sequence of each group in float64."""
+    """A contender that computes something else is not one: the last sequence of each group in float64.
+
+    Of many groups, the shortest and the middle one: float64 takes longer than all that is timed.
+    """
     shape, last_seq, last_row = inputs.shape, -1, 0
+    by_length = sorted(shape.groups, key=lambda group: group.seq_len)
+    checked = by_length if len(by_length) <= 3 else [by_length[0], by_length[len(by_length) // 2]]
     for group in shape.groups:
         last_seq, last_row = last_seq + group.num_seqs, last_row + group.num_seqs * group.query_len
+        if group not in checked:
+            continue
         rows = slice(last_row - group.query_len, last_row)
         keys, values = (as_stored(shape, kv[last_seq]).transpose(0, 1) for kv in (inputs.keys, inputs.values))
         query, mask = inputs.query[rows].double().transpose(0, 1), mask_of(group, shape.window)
