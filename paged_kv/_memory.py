@@ -14,12 +14,14 @@ def allocate(nbytes: int, device: torch.device) -> tuple[Tensor, bool]:
 
     On the CPU, from the size of a huge page on, an anonymous mapping that begins at a huge page's boundary
     and is marked with madvise(2), MADV_HUGEPAGE. The system commits such a page when it is first touched, all
-    zero, if it has one to give then; else pages of the usual size. On another device or system, torch.empty.
+    zero, if it has one to give then; else pages of the usual size. On another device or system, and where a mode of
+    torch makes tensors without memory (FakeTensorMode), torch.empty.
 
     Raises:
         MemoryError: the system refuses the mapping.
     """
-    if device.type != "cpu" or nbytes < HUGE_PAGE or not huge_pages_on_request():
+    has_memory = type(torch.empty(0)) is Tensor
+    if device.type != "cpu" or nbytes < HUGE_PAGE or not has_memory or not huge_pages_on_request():
         return torch.empty(nbytes, dtype=torch.uint8, device=device), False
     try:
         mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -38,7 +40,7 @@ def apart(view: Tensor) -> Tensor:
     Where a compiled graph writes to a view inside a larger storage, torch 2.13's inductor writes back what it was
     before (one that begins later than the storage), and for many views of one storage it compiles for minutes longer.
     """
-    if view.device.type not in ("cpu", "cuda"):
+    if view.device.type not in ("cpu", "cuda") or type(view) is not Tensor:  # one without memory
         return view
     exchanged = view.view(torch.int8) if view.dtype.itemsize == 1 else view  # DLPack may not know fp8
     return torch.from_dlpack(exchanged).view(view.dtype)

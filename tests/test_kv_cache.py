@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_same_bits
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from paged_kv import PagedKVCache, _memory, reference
 
@@ -98,6 +99,17 @@ def test_layers_that_differ():
     assert cache.bytes_per_block == 2 * 4 * 2 * (256 + 5 * 7)
     assert cache.num_kv_heads == (1, 5)
     assert cache.head_dim == (256, 7)
+
+
+@pytest.mark.parametrize("num_blocks", [3, 10_000], ids=["small", "beyond_a_huge_page"])
+def test_a_cache_can_be_pretended(num_blocks):
+    with FakeTensorMode():
+        cache = PagedKVCache(2, 2, 16, torch.float8_e4m3fn, num_blocks=num_blocks)
+    for layer in cache:
+        assert isinstance(layer.key, FakeTensor)
+        assert layer.value.shape == (num_blocks, 2, 16, 16)
+        assert layer.v_scale.shape == (num_blocks, 2, 16)
+    assert not cache.huge_pages
 
 
 def test_no_two_tensors_share_memory():
