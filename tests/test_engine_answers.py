@@ -210,6 +210,7 @@ BEAMS = [
         "early_stopping": "never",
         "length_penalty": -1.0,
     },
+    {"width": 3, "n": 3, "eos_token_id": list(range(127))},  # fewer tokens than beams go on
 ]
 
 
@@ -239,6 +240,19 @@ def test_beams_survive_preemption_beside_others(model, prompts, expected, settin
     for i in (0, 2):
         assert [c.token_ids for c in outputs[i].completions] == own_beams(model, prompts[i], **case)[0]
     assert [outputs[1].token_ids, outputs[3].token_ids] == [expected[1], expected[3]]
+    assert_whole(llm)
+
+
+def test_beams_end_where_every_token_does_and_disturb_nobody(model, prompts, expected):
+    llm = new_llm(model, num_blocks=2000, max_num_seqs=200, max_batch_tokens=200)
+    everything = SamplingParams(max_tokens=10, beam_width=3, n=3, stop_token_ids=range(128))
+    too_many = SamplingParams(max_tokens=10, beam_width=129)
+    outputs = llm.generate(prompts[:3], [everything, too_many, GREEDY])
+    first = model(torch.tensor([prompts[0]])).logits[0, -1].log_softmax(-1).topk(3)
+    assert [c.token_ids for c in outputs[0].completions] == first.indices[:, None].tolist()
+    assert [c.score for c in outputs[0].completions] == pytest.approx(first.values.tolist(), rel=1e-4)
+    assert outputs[1].error == "it asks for 129 beams; the vocabulary has 128 tokens"
+    assert outputs[2].token_ids == expected[2]
     assert_whole(llm)
 
 

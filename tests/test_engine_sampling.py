@@ -40,6 +40,8 @@ from paged_kv.engine.sampler import new_processors, process, sample, sample_one,
         ("beam_width", 1, ValueError),
         ("beam_width", "4", TypeError),
         ("length_penalty", math.nan, ValueError),
+        ("length_penalty", 16.5, ValueError),  # to a power of it, a length is beyond float64 in the end
+        ("temperature", 10**400, ValueError),  # no float either
         ("early_stopping", "sometimes", ValueError),
         ("repetition_penalty", 0.0, ValueError),
         ("repetition_penalty", None, TypeError),

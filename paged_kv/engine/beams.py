@@ -52,7 +52,7 @@ class BeamSearch:
         values, places = total.topk(min(self.num_candidates, len(total)))
 
         at_end = length + self.num_prompt >= self.max_len
-        going_on, ending = [], []
+        going_on, ending, stopped = [], [], []
         for rank, (value, place) in enumerate(zip(values, places.tolist(), strict=True)):
             parent, token = divmod(place, vocab_size)
             stops = token in self.stop_token_ids
@@ -60,11 +60,13 @@ class BeamSearch:
                 going_on.append((parent, token, float(value)))
             elif rank < self.width:
                 ending.append((beams[parent], token, value / length**self.params.length_penalty, stops))
+            if stops:  # goes on, too, where fewer others than beams are left, far behind
+                stopped.append((parent, token, float(value) - 1e9))
         stop_early = self.params.early_stopping is True
         if self.improvable and not (stop_early and self._full):
             for parent, token, value, stops in ending:
                 self._add(parent, token, float(value), stops)
-        next_beams = going_on[: self.width]
+        next_beams = [*going_on, *stopped][: self.width]
         if next_beams:
             self._check_improvable(torch.tensor(next_beams[0][2]), length)
         if at_end or (stop_early and self._full) or not self.improvable:

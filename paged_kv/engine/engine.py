@@ -338,6 +338,8 @@ class Engine:
             return f"the prompt has token ids outside [0, {self.model.vocab_size})"
         if params.num_seqs > scheduler.max_num_seqs:
             return f"it asks for {params.num_seqs} sequences; max_num_seqs is {scheduler.max_num_seqs}"
+        if params.beam_width and params.beam_width > self.model.vocab_size:
+            return f"it asks for {params.beam_width} beams; the vocabulary has {self.model.vocab_size} tokens"
         if params.beam_width and params.beam_width > scheduler.max_batch_tokens:
             return f"it asks for {params.beam_width} beams; max_batch_tokens is {scheduler.max_batch_tokens}"
         return None

@@ -31,7 +31,7 @@ class SamplingParams:
         best_of: sequences to compute, of which the n with the highest mean log-probability are the answer.
         beam_width: beams of a beam search, of which the n best are the answer; temperature must be 0.
         length_penalty, early_stopping: of a beam search, as in transformers: scores are divided by
-            length ** length_penalty; early_stopping is True, False or "never".
+            length ** length_penalty, -16 to 16; early_stopping is True, False or "never".
         repetition_penalty: above 1 for less likely repetitions of any token so far, as in transformers.
         presence_penalty: taken off the logits of the tokens that the answer has already.
         logits_processors: of transformers or alike; called with the tokens so far and the scores.
@@ -83,7 +83,10 @@ class SamplingParams:
         ):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), low, high)
-        _check_real("length_penalty", self.length_penalty, "a finite number", math.isfinite)
+        # More, and length ** length_penalty would be beyond float64 for some length.
+        _check_real(
+            "length_penalty", self.length_penalty, "a number from -16 to 16", lambda p: -16 <= p <= 16
+        )
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(f"early_stopping: expected True, False or 'never', got {self.early_stopping!r}")
         _check_real("repetition_penalty", self.repetition_penalty, "more than 0", lambda p: 0 < p < math.inf)
@@ -147,5 +150,9 @@ def check_integer(name: str, value: object, low: int, high: int | None = None) -
 def _check_real(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    if not holds(value):  # NaN does not either
+    try:
+        holds_of_float = holds(float(value))  # NaN does not either
+    except OverflowError:
+        holds_of_float = False
+    if not holds_of_float:
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
