@@ -21,7 +21,7 @@ from typing import NoReturn, TextIO
 import torch
 
 from .build_info import build_info
-from .engine import LLM, Completion, FinishReason, RequestOutput, SamplingParams, StepTrace
+from .engine import LLM, RequestOutput, SamplingParams, StepTrace
 from .errors import UnsupportedModelError
 from .integrations.loading import default_model
 from .replay.command import add_arguments as add_replay_arguments
@@ -272,7 +272,7 @@ class _Transcript:
     def add(self, output: RequestOutput) -> None:
         self._latest[output.index] = output
         while latest := self._latest.get(self._prompt):
-            for answer in _answers(latest)[self._answer :]:
+            for answer in latest.completions[self._answer :]:
                 if self._shown < 0:
                     self._print(_heading(latest, self._answer, self._prompts))
                     self._shown = 0
@@ -291,18 +291,13 @@ class _Transcript:
         print(text, end="", flush=True)
 
 
-def _answers(output: RequestOutput) -> list[Completion]:
-    """One, which is empty, where the prompt was refused."""
-    return output.completions[:1] if output.finish_reason is FinishReason.REFUSED else output.completions
-
-
 def _heading(output: RequestOutput, answer: int, prompts: list[str]) -> str:
     """What stands before an answer: its prompt where there are several, and its number likewise."""
     heading = ""
     if len(prompts) > 1 and not answer:
         gap = "\n" if output.index else ""
         heading = f"{gap}[{output.index + 1}/{len(prompts)}] {prompts[output.index].strip()}\n"
-    num_answers = len(_answers(output))
+    num_answers = len(output.completions)
     return heading if num_answers == 1 else f"{heading}({answer + 1}/{num_answers}) "
 
 
@@ -332,7 +327,7 @@ def _collect(
                 bar.update()
                 finished[output.index] = output
             while latest := finished.get(num_written):
-                for place, answer in enumerate(_answers(latest)):
+                for place, answer in enumerate(latest.completions):
                     if file is None:
                         tqdm.write(_heading(latest, place, prompts) + answer.text, file=sys.stdout)
                     else:

@@ -271,6 +271,7 @@ def test_weights_can_be_packed(folder, capsys):
         (["a", "--beam-width", "2", "--temperature", "1"], "temperature: expected 0 with beam_width, got 1"),
         (["a", "--logprobs", "2"], "logprobs: expected an --output, since only JSON lines tell them"),
         (["a", "--n", "65"], "prompt 1: it asks for 65 sequences; max_num_seqs is 64"),
+        (["a", "--n", "9" * 20], f"holds 1 for each of {'9' * 20} sequences"),
         (["a", "--max-tokens", "many"], "argument --max-tokens: invalid int value"),
         (["a", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["x" * 40_000], f"prompt 1: the prompt has 40000 tokens; the context holds {CONTEXT}"),

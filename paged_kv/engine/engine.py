@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from itertools import count
 from operator import index
 from typing import TYPE_CHECKING
@@ -111,7 +112,8 @@ class Engine:
         salt: str | None = None,
         on_token: Callable[[Request], None] | None = None,
     ) -> Request:
-        """Queues a prompt. One that can never run comes back REFUSED, with the reason in `error`.
+        """Queues a prompt. One that can never run comes back REFUSED, with the reason in `error`
+        and one completion, an empty one.
 
         Args:
             prompt_ids: its tokens.
@@ -134,10 +136,13 @@ class Engine:
         per_seq = shared + max(0, self.manager.num_blocks - shared) // params.num_seqs
         longest = min(self.max_model_len, per_seq * self.manager.block_size + 1)
         max_len = min(len(prompt_ids) + params.max_tokens, longest)
+        why = self._why_never(prompt_ids, params, longest)
+        if why:  # it is answered once, however many sequences it asks for
+            params = replace(params, n=1, best_of=None, beam_width=None)
         request = Request(
             next(self._ids), prompt_ids, params, stop, max_len, priority, salt=salt, on_token=on_token
         )
-        if why := self._why_never(prompt_ids, params, longest):
+        if why:
             request.finish(FinishReason.REFUSED, why)
             self.metrics.finished[FinishReason.REFUSED.value] += 1
             return request
