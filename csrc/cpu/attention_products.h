@@ -65,6 +65,12 @@ PAGED_KV_INLINE UintVec load_words(const BFloat16* p, int count = kChunk) {
 #if PAGED_KV_WIDTH == 16
   return reinterpret_cast<UintVec>(_mm512_maskz_loadu_epi16((1u << count) - 1, p));
 #else
+#if PAGED_KV_WIDTH == 8
+  // Apart from other counts, as this one needs no way through memory: heads of 40 are twice as fast.
+  if (count == kWidth) {
+    return reinterpret_cast<UintVec>(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+#endif
   UintVec words{};
   detail::copy_some<sizeof(words)>(&words, p, count * static_cast<int>(sizeof(BFloat16)));
   return words;
