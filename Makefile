@@ -1,6 +1,7 @@
 # Each target sets up what it needs in $(VENV), once; only what has changed is done again.
 #   make demo    answers a few prompts with a real model        make lint    checks layout and house rules
 #   make test    builds and runs the tests                      make bench   runs the benchmarks, vLLM beside them
+#   make build   builds in place                                make clean   removes what was built, $(VENV) too
 #   make fuzz    walks over the block manager's calls for long
 #   make bench-cpp    runs the C++ microbenchmarks of the kernels
 #   make bench-peers  sets up what make bench compares with: vLLM's CPU build, Intel's extension for PyTorch
@@ -26,7 +27,7 @@ CUDA_HEADERS := $(abspath $(VENV))/cuda-headers
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: demo test test-cuda fuzz lint bench bench-cpp bench-peers build clean cuda-check cuda-build cuda-traffic cuda-faults sanitize
+.PHONY: help demo test test-cuda fuzz lint bench bench-cpp bench-peers build clean cuda-check cuda-build cuda-traffic cuda-faults sanitize
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -131,6 +132,9 @@ lint: $(VENV)/lint-tools
 	$(BIN)/ruff format --check .
 	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 	.ci/house-rules
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 build: $(VENV)/built
 

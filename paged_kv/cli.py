@@ -111,11 +111,23 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--beam-width", type=int, metavar="W", help="search with W beams, and tell the --n best")
     add("--length-penalty", type=float, default=1.0, metavar="L", help="of beams: more favours longer ones")
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 for fewer repetitions")
-    add("--presence-penalty", type=float, default=0.0, metavar="P", help="off the logits of what was said")
-    add("--draft-tokens", type=int, default=0, metavar="N", help="guess up to N tokens a step from the text")
+    add(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="taken off the logits of tokens that the answer has",
+    )
+    add(
+        "--draft-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="verify up to N guesses a step, from what followed the same words",
+    )
     add("--logprobs", type=int, metavar="K", help="with --output: each token's, and of the K likeliest")
     add("--dtype", choices=DTYPES, help="of the weights (default: as stored; float32 for GGUF)")
-    add("--cache-dtype", choices=CACHE_DTYPES, help="of keys and values, quantised (default: the weights')")
+    add("--cache-dtype", choices=CACHE_DTYPES, help="quantise keys and values (default: the weights' dtype)")
     add("--pack-weights", action="store_true", help="float32 on a CPU: faster decode, for twice the memory")
     add("--block-size", type=int, default=16, metavar="B", help="token slots in a block (default: 16)")
     add("--num-blocks", type=int, metavar="N", help="blocks in the pool (default: 1 GiB of them)")
@@ -124,7 +136,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         type=int,
         default=64,
         metavar="N",
-        help="most prompts computed at once (default: 64)",
+        help="most answers and beams computed at once (default: 64)",
     )
     add("--stats", action="store_true", help="print latencies, cache hits and preemptions at the end")
     add("--trace", type=Path, metavar="FILE", help="write a Chrome trace of the steps, for ui.perfetto.dev")

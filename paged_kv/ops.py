@@ -24,7 +24,8 @@ the op, the argument, what was expected and what came; checks run in this order,
 so every tensor is left as it was. Values in tensors (ids, lengths, scales) are checked on the CPU; on CUDA
 with ``PAGED_KV_CUDA_CHECKS=1`` in the environment only, as each call then waits for the device. Tensors of
 several devices raise too, but for `swap_blocks`. A tensor that is written has every element at an address of its
-own and shares none with another argument. No op has a backward: calling it raises `RuntimeError`.
+own and shares none with another argument. No op has a backward: what one returns or writes while an argument
+wants a gradient has a history, through which `backward()` raises `RuntimeError`.
 
 All ops work under ``torch.compile(fullgraph=True, dynamic=True)`` without a new compilation per length. As
 always there, sizes and numbers of 0 and 1 get a graph of their own.
@@ -149,11 +150,10 @@ def paged_attention(
 
     where keys and values of a quantised cache are multiplied by their scales, and what is not given is left
     out. A row that sees no key gives output 0 and LSE -inf, with a sink too. The softmax is computed in one
-    pass (online
-    normalizer: Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018) over tiles of keys
-        (FlashAttention: Dao et al., NeurIPS 2022); long sequences are split over threads and the partial
-        results merged (Flash-Decoding: Dao et al., 2023). Softcap as in Gemma 2 (2024), ALiBi: Press et
-        al., ICLR 2022, sinks as in gpt-oss (2025).
+    pass (online normalizer: Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018) over
+    tiles of keys (FlashAttention: Dao et al., NeurIPS 2022); long sequences are split over threads and the
+    partial results merged (Flash-Decoding: Dao et al., 2023). Softcap as in Gemma 2 (2024), ALiBi: Press et
+    al., ICLR 2022, sinks as in gpt-oss (2025).
 
     Args:
         query: ``[T, Hq, D]``, last dimension contiguous. The cache's dtype, or any of float32, float16 and

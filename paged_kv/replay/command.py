@@ -31,12 +31,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-output", type=_positive, metavar="N", help="cut answers to N tokens")
     add("--block-size", type=_positive, default=16, metavar="B", help="token slots in a block (default: 16)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--num-blocks", type=_positive, metavar="N", help="blocks in the pool (default: 32768)")
+    size.add_argument(
+        "--num-blocks", type=_positive, metavar="N", help="blocks in the pool (default: 32768, made-up: 8192)"
+    )
     size.add_argument("--memory", type=_bytes, metavar="SIZE", help="bytes of the pool instead, as 40GiB")
     shape = ModelShape()
-    add("--layers", type=_positive, default=shape.num_layers, metavar="N", help="(default: %(default)s)")
-    add("--kv-heads", type=_positive, default=shape.num_kv_heads, metavar="N", help="(default: %(default)s)")
-    add("--head-size", type=_positive, default=shape.head_dim, metavar="N", help="(default: %(default)s)")
+    add(
+        "--layers",
+        type=_positive,
+        default=shape.num_layers,
+        metavar="N",
+        help="layers of the model (default: %(default)s)",
+    )
+    add(
+        "--kv-heads",
+        type=_positive,
+        default=shape.num_kv_heads,
+        metavar="N",
+        help="its key/value heads (default: %(default)s)",
+    )
+    add(
+        "--head-size",
+        type=_positive,
+        default=shape.head_dim,
+        metavar="N",
+        help="its head size (default: %(default)s)",
+    )
     add("--dtype", choices=DTYPE_BYTES, default=shape.dtype, help="of the cache (default: %(default)s)")
     add("--max-running", type=_positive, metavar="N", help="most requests at once (default: what fits)")
     add("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
@@ -87,7 +107,8 @@ def _requests(args: argparse.Namespace) -> list[Request]:
 
 def _options(args: argparse.Namespace, name: str) -> Options:
     shape = ModelShape(args.layers, args.kv_heads, args.head_size, args.dtype)
-    num_blocks = args.num_blocks or 32768
+    # The made-up requests would all fit into more at once, and show nothing of what fits.
+    num_blocks = args.num_blocks or (32768 if args.trace else 8192)
     if args.memory:
         num_blocks = args.memory // (args.block_size * shape.bytes_per_token)
         if not num_blocks:
