@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-TRACE_FOLDER = (
-    Path(__file__).resolve().parents[2] / "shared/traces"
-)  # where recorded traffic is looked for by default
+# Where recorded traffic is looked for by default.
+TRACE_FOLDER = Path(os.environ.get("PAGED_KV_TRACES", Path(__file__).resolve().parents[1] / "traces"))
 
 
 class PlainRead:

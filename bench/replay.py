@@ -1,4 +1,4 @@
-"""What the replays of the shared traces show: waste, batch and sharing. One line a figure, the target beside it.
+"""What the replays of recorded traces show: waste, batch and sharing. One line a figure, the target beside it.
 
     python -m bench.replay [--traces FOLDER]
 

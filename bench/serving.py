@@ -36,7 +36,7 @@ from paged_kv.engine import LLM, SamplingParams
 from paged_kv.integrations.loading import default_model, load
 from paged_kv.replay.traces import read_trace
 
-from .common import machine
+from .common import TRACE_FOLDER, machine
 from .peers import FOLDER
 from .perplexity import perplexity
 
@@ -50,7 +50,7 @@ TRACES = {"mooncake_conversation.jsonl": 20, "azure_code_2023.csv": 10}  # how m
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--traces", type=Path, default=FOLDER.parent.parent / "shared/traces")
+    parser.add_argument("--traces", type=Path, default=TRACE_FOLDER)
     parser.add_argument(
         "--model", type=Path, metavar="PATH", help="model folder or GGUF file (default: SmolLM2-135M)"
     )
