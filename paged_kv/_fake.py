@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from math import isfinite
 
 import torch
-from torch import Tensor
-from torch.library import get_ctx, register_fake
+from torch import Tensor, library
 
 from .build_info import native  # noqa: F401  loading it defines the ops
 
@@ -148,7 +147,7 @@ def _check_write(
     checks.shape(key.shape, "of key [T or more, Hkv, D]", value=value)
 
 
-@register_fake("paged_kv::reshape_and_cache")
+@library.register_fake("paged_kv::reshape_and_cache")
 def _reshape_and_cache(
     key: Tensor,
     value: Tensor,
@@ -163,7 +162,7 @@ def _reshape_and_cache(
     checks.scales_shape(key_cache, k_scale=k_scale, v_scale=v_scale)
 
 
-@register_fake("paged_kv::reshape_and_cache_dynamic")
+@library.register_fake("paged_kv::reshape_and_cache_dynamic")
 def _reshape_and_cache_dynamic(
     key: Tensor,
     value: Tensor,
@@ -237,18 +236,18 @@ def _check_attention(
     checks.expect(softcap >= 0, "softcap", "0 (none) or a float32 above", softcap)
 
 
-@register_fake("paged_kv::paged_attention")
+@library.register_fake("paged_kv::paged_attention")
 def _paged_attention(query: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
     _check_attention(query, *args, **kwargs)
     return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
-@register_fake("paged_kv::paged_attention.out")
+@library.register_fake("paged_kv::paged_attention.out")
 def _paged_attention_out(*args: object, **kwargs: object) -> None:
     _check_attention(*args, **kwargs)
 
 
-@register_fake("paged_kv::copy_blocks")
+@library.register_fake("paged_kv::copy_blocks")
 def _copy_blocks(key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: Tensor) -> None:
     checks = _Checks("copy_blocks")
     checks.dtype(torch.int64, block_mapping=block_mapping)
@@ -263,7 +262,7 @@ def _copy_blocks(key_caches: list[Tensor], value_caches: list[Tensor], block_map
     checks.mapping_shape(block_mapping)
 
 
-@register_fake("paged_kv::swap_blocks")
+@library.register_fake("paged_kv::swap_blocks")
 def _swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     checks = _Checks("swap_blocks")
     checks.same_dtype("src", src.dtype, dst=dst)
@@ -315,15 +314,15 @@ def _check_gather(
     return dtype
 
 
-@register_fake("paged_kv::gather_kv")
+@library.register_fake("paged_kv::gather_kv")
 def _gather_kv(key_cache: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
     dtype = _check_gather(key_cache, *args, **kwargs)
-    num_tokens = get_ctx().new_dynamic_size()  # the sum of seq_lens, which only their values tell
+    num_tokens = library.get_ctx().new_dynamic_size()  # the sum of seq_lens, which only their values tell
     shape = (num_tokens, key_cache.shape[1], key_cache.shape[3])
     return key_cache.new_empty(shape, dtype=dtype), key_cache.new_empty(shape, dtype=dtype)
 
 
-@register_fake("paged_kv::gather_kv.out")
+@library.register_fake("paged_kv::gather_kv.out")
 def _gather_kv_out(*args: object, **kwargs: object) -> None:
     _check_gather(*args, **kwargs)
 
@@ -353,12 +352,12 @@ def _check_merge(
     checks.shape(out_a.shape[:2], "[T, Hq]", lse=lse)
 
 
-@register_fake("paged_kv::merge_attention_states")
+@library.register_fake("paged_kv::merge_attention_states")
 def _merge_attention_states(out_a: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
     _check_merge(out_a, *args, **kwargs)
     return out_a.new_empty(out_a.shape), out_a.new_empty(out_a.shape[:2], dtype=torch.float32)
 
 
-@register_fake("paged_kv::merge_attention_states.out")
+@library.register_fake("paged_kv::merge_attention_states.out")
 def _merge_attention_states_out(*args: object, **kwargs: object) -> None:
     _check_merge(*args, **kwargs)

@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from cases import Case, make_inputs
 from compare import assert_same_bits
 from op_mistakes import MISTAKES, VALID, Mistake
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn.functional import scaled_dot_product_attention
 
 from paged_kv import PagedKVCache, PagedKVCacheManager, ops
@@ -342,7 +342,7 @@ except ValueError as error:
 def test_opcheck(call: str) -> None:
     packet = getattr(torch.ops.paged_kv, call.split()[0])
     overload = packet.out if call.endswith(" out") else packet.default
-    torch.library.opcheck(overload, (), arguments_of(call, VALID[call]()))
+    library.opcheck(overload, (), arguments_of(call, VALID[call]()))
 
 
 # ------------------------------------------------------------------------------------------------------------

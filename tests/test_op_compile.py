@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from op_mistakes import VALID
-from torch import Tensor
+from torch import Tensor, library
 
 from paged_kv import PagedKVCache, ops
 
@@ -21,12 +21,12 @@ def overload(call: str) -> torch._ops.OpOverload:
 # opcheck itself multiplies and compares inputs, which PyTorch does not do in float8.
 @pytest.mark.parametrize("call", [call for call in VALID if call != "paged_attention quantised"])
 def test_opcheck(call):
-    torch.library.opcheck(overload(call), (), VALID[call]())
+    library.opcheck(overload(call), (), VALID[call]())
 
 
 @pytest.mark.parametrize("call", VALID)
 def test_opcheck_fake(call):
-    torch.library.opcheck(overload(call), (), VALID[call](), test_utils=("test_faketensor",))
+    library.opcheck(overload(call), (), VALID[call](), test_utils=("test_faketensor",))
 
 
 class Batch:

@@ -30,16 +30,16 @@ class Checker:
     """What the checked build has counted since the last reset, by kernel; see checker.cpp for the words."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
-        self.library = ctypes.CDLL(str(folder / f"lib{CHECKED}.so"))
-        self.library.cuda_on_cpu_report.restype = ctypes.c_char_p
-        self.library.cuda_on_cpu_watch.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+        self.shared_object = ctypes.CDLL(str(folder / f"lib{CHECKED}.so"))
+        self.shared_object.cuda_on_cpu_report.restype = ctypes.c_char_p
+        self.shared_object.cuda_on_cpu_watch.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
 
     def reset(self, *watched: torch.Tensor) -> None:
         """Forgets all counts; reads of the storages of these tensors are counted apart from now on."""
-        self.library.cuda_on_cpu_reset()
+        self.shared_object.cuda_on_cpu_reset()
         storages = (tensor.untyped_storage() for tensor in watched)
         for storage in {storage.data_ptr(): storage for storage in storages}.values():  # one may hold several
-            self.library.cuda_on_cpu_watch(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+            self.shared_object.cuda_on_cpu_watch(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
     def report(self) -> dict[str, dict]:
-        return json.loads(self.library.cuda_on_cpu_report())
+        return json.loads(self.shared_object.cuda_on_cpu_report())
