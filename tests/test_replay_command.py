@@ -71,7 +71,7 @@ def test_options_reach_the_manager(trace, capsys):
     assert figures["requests"]["finished"] == 2
 
 
-@pytest.mark.parametrize("arguments", [[], ["--samples", "3"], ["--num-blocks", "4"]])
+@pytest.mark.parametrize("arguments", [[], ["--samples", "3"], ["--num-blocks", "40"]])
 def test_a_picture_is_drawn(trace, tmp_path, capsys, arguments):
     path = tmp_path / "picture.png"
     assert main(["replay", trace, "--num-blocks", "256", *arguments, "--plot", str(path)]) == 0
@@ -106,6 +106,10 @@ def test_a_picture_is_drawn(trace, tmp_path, capsys, arguments):
             "argument --memory: expected bytes, as 512MiB or 40GiB, got '999",
         ),
         (["{trace}", "--num-blocks", "9" * 17], "there is not so much memory"),
+        (
+            ["{trace}", "--num-blocks", "4"],
+            "no request fits the pool of 4 blocks of 16 slots: the smallest needs 40",
+        ),
         (["{trace}", "--plot", "picture.docx"], "argument --plot: expected a file name that ends in .png"),
         (["{trace}", "--plot", "nowhere/picture.png"], "argument --plot: no folder"),
     ],

@@ -136,11 +136,15 @@ class PagedMemory:
     def seq_ids(self, job: Job) -> list[int]:
         return list(range(job.index * self.group_size, (job.index + 1) * self.group_size))
 
-    def fits(self, request: Request) -> bool:
-        size, manager = self.manager.block_size, self.manager
+    def num_blocks(self, request: Request) -> int:
+        """Blocks that the request takes at its end, alone."""
+        size = self.manager.block_size
         shared = request.prompt_len // size if self.group_size > 1 else 0
         own = -(-request.num_tokens // size) - shared
-        return shared + own * self.group_size <= manager.num_blocks
+        return shared + own * self.group_size
+
+    def fits(self, request: Request) -> bool:
+        return self.num_blocks(request) <= self.manager.num_blocks
 
     def admit(self, job: Job) -> int | None:
         if job in self._swapped:

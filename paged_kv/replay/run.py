@@ -11,7 +11,7 @@ from .driver import Outcome, replay
 from .memory import ContiguousMemory, Job, Memory, PagedMemory
 from .report import Figures, figures
 from .timeline import Timeline
-from .traces import Request, unlimited_hits
+from .traces import Request, TraceError, unlimited_hits
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 
@@ -87,6 +87,8 @@ def run(
     """Replays the requests; `on_progress` hears how many have come to an end, over all runs.
 
     with_map: keep a map of the pool at the step that ends the first half of the requests.
+
+    Raises TraceError where no request fits the pool: there would be nothing to tell.
     """
     slots = options.num_blocks * options.block_size
     longest = max(request.num_tokens for request in requests)
@@ -114,6 +116,12 @@ def _run_paged(
         group_size=options.group_size,
         beams=options.beams,
     )
+    least = min(map(memory.num_blocks, requests))
+    if least > options.num_blocks:
+        raise TraceError(
+            f"no request fits the pool of {options.num_blocks} blocks of {options.block_size} slots: "
+            f"the smallest needs {least}"
+        )
     result = Run("paged", memory, Outcome(), Timeline())
 
     def on_step(outcome: Outcome, running: list[Job]) -> None:
