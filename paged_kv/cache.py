@@ -23,6 +23,8 @@ _QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _LAYOUTS = {"HND": "NHBD", "NHD": "NBHD", "head_major": "HNBD"}
 _SCALES = ("token", "head", "tensor", "none")
 
+MAX_BLOCK_SIZE = 1024
+
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 
 
@@ -99,7 +101,7 @@ class PagedKVCache:
         scales: str | None = None,
     ) -> None:
         num_layers = _integer("num_layers", num_layers, 1)
-        self.block_size = _integer("block_size", block_size, 1, 1024)
+        self.block_size = _integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
         _check_choice("dtype", dtype, (*_FLOATS, *_QUANTISED))
         _check_choice("layout", layout, tuple(_LAYOUTS))
         quantised = dtype in _QUANTISED

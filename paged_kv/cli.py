@@ -10,6 +10,7 @@ import argparse
 import io
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import torch
 
 from .build_info import build_info
 from .engine import LLM, RequestOutput, SamplingParams, StepTrace
+from .engine.llm import check_options
 from .errors import UnsupportedModelError
 from .integrations.loading import default_model
 from .replay.command import add_arguments as add_replay_arguments
@@ -164,10 +166,10 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    params, options = _sampling_params(args), _llm_options(args)
     prompts = _read_prompts(args)
-    params = _sampling_params(args)
     with _open_output(args.output) as output, _open_output(args.trace) as trace:
-        llm = _load(args)
+        llm = _load(args, options)
         llm.engine.trace = StepTrace() if trace else None
         chat = bool(llm.tokenizer.chat_template) and not args.raw
         ids = [llm.encode(prompt, chat=chat) for prompt in prompts]
@@ -230,12 +232,46 @@ def _read_lines(path: Path | None) -> list[str]:
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     if args.logprobs is not None and args.output is None:
-        raise InputError("logprobs: expected an --output, since only JSON lines tell them")
+        raise InputError("argument --logprobs: expected an --output, since only JSON lines tell them")
     names = {field.name for field in fields(SamplingParams)}
     try:
-        return SamplingParams(**{name: value for name, value in vars(args).items() if name in names})
+        params = SamplingParams(**{name: value for name, value in vars(args).items() if name in names})
     except ValueError as error:
-        raise InputError(str(error)) from None
+        raise InputError(f"argument {_in_options(str(error), args)}") from None
+    if params.num_seqs > args.max_num_seqs >= 1:
+        name = next(name for name in ("beam_width", "best_of", "n") if getattr(args, name))
+        raise InputError(
+            f"argument {_option(name)}: expected at most the {args.max_num_seqs} of --max-num-seqs, "
+            f"got {params.num_seqs}"
+        )
+    return params
+
+
+def _llm_options(args: argparse.Namespace) -> dict[str, object]:
+    options = {
+        "dtype": DTYPES.get(args.dtype),
+        "pack_weights": args.pack_weights,
+        "block_size": args.block_size,
+        "num_blocks": args.num_blocks,
+        "max_num_seqs": args.max_num_seqs,
+    }
+    try:
+        check_options(**options)
+    except ValueError as error:
+        raise InputError(f"argument {_in_options(str(error), args)}") from None
+    return options | {"cache_dtype": CACHE_DTYPES.get(args.cache_dtype)}
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _in_options(message: str, args: argparse.Namespace) -> str:
+    """The message with `--draft-tokens` where it says `draft_tokens`; short names are only sure at its beginning."""
+    for name in vars(args):
+        where = rf"\b{name}\b" if "_" in name else rf"\A{name}(?=:)|(?<=since ){name}(?= is)"
+        message = re.sub(where, _option(name), message)
+    return message
 
 
 def _open_output(path: Path | None) -> TextIO | nullcontext:
@@ -247,26 +283,18 @@ def _open_output(path: Path | None) -> TextIO | nullcontext:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _load(args: argparse.Namespace) -> LLM:
+def _load(args: argparse.Namespace, options: dict[str, object]) -> LLM:
     try:
         path = args.model or default_model()
         if sys.stderr.isatty():
             print(f"loading {path.name}", file=sys.stderr)
         with redirect_stderr(io.StringIO()):  # transformers' progress bars; its warnings still come through
-            return LLM(
-                path,
-                dtype=DTYPES.get(args.dtype),
-                cache_dtype=CACHE_DTYPES.get(args.cache_dtype),
-                pack_weights=args.pack_weights,
-                block_size=args.block_size,
-                num_blocks=args.num_blocks,
-                max_num_seqs=args.max_num_seqs,
-            )
+            return LLM(path, **options)
     except (FileNotFoundError, ImportError, UnsupportedModelError) as error:
         raise InputError(str(error)) from None
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"cannot use {path}: {first_line}") from None
+        raise InputError(f"cannot use {path}: {_in_options(first_line, args)}") from None
 
 
 # Output

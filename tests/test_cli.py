@@ -243,7 +243,16 @@ def test_weights_can_be_packed(folder, capsys):
     assert run(folder, "hello", "--pack-weights") == 0
     assert capsys.readouterr().out == own_text(folder, "hello") + "\n"
     assert run(folder, "hello", "--pack-weights", "--dtype", "float16") == 2
-    assert "pack_weights: expected linear layers in float32 on the CPU" in capsys.readouterr().err
+    assert "argument --pack-weights: expected weights in float32, got float16" in capsys.readouterr().err
+
+
+def test_what_the_weights_forbid_is_told_of_the_model(tmp_path, capsys):
+    tiny_model("llama", vocab_size=256, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    capsys.readouterr()  # what save_pretrained tells
+    assert run(tmp_path, "hello", "--pack-weights") == 2
+    message = f"paged-kv: cannot use {tmp_path}: --pack-weights: expected linear layers in float32 on the CPU"
+    assert capsys.readouterr().err.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -259,19 +268,8 @@ def test_weights_can_be_packed(folder, capsys):
             "no model at no/such-model: expected a folder with a config.json",
         ),
         (["a", "--output", "no/such/folder.jsonl"], "cannot write no/such/folder.jsonl: No such file"),
-        (["a", "--max-tokens", "0"], "max_tokens: expected an integer of 1 or more, got 0"),
-        (["a", "--temperature", "-1"], "temperature: expected 0 or more, got -1.0"),
-        (["a", "--block-size", "0"], "block_size: expected an integer from 1 to 1024, got 0"),
-        (["a", "--num-blocks", "0"], "num_blocks: expected an integer of at least 1, got 0"),
         (["a", "--num-blocks", "9" * 12], "bytes of memory for the cache"),
         (["a", "--num-blocks", "9" * 30], "bytes of memory for the cache"),
-        (["a", "--n", "0"], "n: expected an integer of 1 or more, got 0"),
-        (["a", "--n", "3", "--best-of", "2"], "best_of: expected an integer of 3 or more, got 2"),
-        (["a", "--beam-width", "1"], "beam_width: expected an integer of 2 or more, got 1"),
-        (["a", "--beam-width", "2", "--temperature", "1"], "temperature: expected 0 with beam_width, got 1"),
-        (["a", "--logprobs", "2"], "logprobs: expected an --output, since only JSON lines tell them"),
-        (["a", "--n", "65"], "prompt 1: it asks for 65 sequences; max_num_seqs is 64"),
-        (["a", "--n", "9" * 20], f"holds 1 for each of {'9' * 20} sequences"),
         (["a", "--max-tokens", "many"], "argument --max-tokens: invalid int value"),
         (["a", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["x" * 40_000], f"prompt 1: the prompt has 40000 tokens; the context holds {CONTEXT}"),
@@ -286,6 +284,36 @@ def test_bad_input_is_one_line_and_exit_code_2(folder, arguments, message, capsy
     assert captured.err.startswith("paged-kv: ")
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--max-tokens 0", "--max-tokens: expected an integer of 1 or more, got 0"),
+        ("--temperature -1", "--temperature: expected 0 or more, got -1.0"),
+        ("--draft-tokens -1", "--draft-tokens: expected an integer of 0 or more, got -1"),
+        ("--top-p 0", "--top-p: expected a number in (0, 1], got 0.0"),
+        ("--block-size 0", "--block-size: expected an integer from 1 to 1024, got 0"),
+        ("--block-size 1025", "--block-size: expected an integer from 1 to 1024, got 1025"),
+        ("--num-blocks 0", "--num-blocks: expected an integer of 1 or more, got 0"),
+        ("--max-num-seqs 0", "--max-num-seqs: expected an integer of 1 or more, got 0"),
+        ("--n 0", "--n: expected an integer of 1 or more, got 0"),
+        ("--n 3 --best-of 2", "--best-of: expected an integer of 3 or more, since --n is 3, got 2"),
+        ("--n 3 --beam-width 2", "--beam-width: expected an integer of 3 or more, since --n is 3, got 2"),
+        ("--beam-width 1", "--beam-width: expected an integer of 2 or more, got 1"),
+        ("--beam-width 2 --temperature 1", "--temperature: expected 0 with --beam-width, got 1.0"),
+        ("--beam-width 2 --stop x", "--stop: expected none with --beam-width, got ('x',)"),
+        ("--logprobs 2", "--logprobs: expected an --output, since only JSON lines tell them"),
+        ("--n 65", "--n: expected at most the 64 of --max-num-seqs, got 65"),
+        ("--beam-width 9 --max-num-seqs 8", "--beam-width: expected at most the 8 of --max-num-seqs, got 9"),
+    ],
+)
+def test_a_wrong_option_is_told_in_its_own_words_before_the_model_is_loaded(
+    folder, options, message, capsys, monkeypatch
+):
+    monkeypatch.setattr("paged_kv.engine.llm.load", None)
+    assert run(folder, "a", *options.split()) == 2
+    assert capsys.readouterr().err == f"paged-kv: argument {message}\n"
 
 
 def test_no_prompt_on_stdin_or_in_a_file_is_told(folder, tmp_path, capsys, monkeypatch):

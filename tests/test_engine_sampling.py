@@ -73,9 +73,9 @@ def test_what_beam_search_cannot_do_raises_by_name(other):
 
 
 def test_best_of_and_width_hold_n():
-    with pytest.raises(ValueError, match="best_of: expected an integer of 3 or more, got 2"):
+    with pytest.raises(ValueError, match="best_of: expected an integer of 3 or more, since n is 3, got 2"):
         SamplingParams(n=3, best_of=2)
-    with pytest.raises(ValueError, match="beam_width: expected an integer of 3 or more, got 2"):
+    with pytest.raises(ValueError, match="beam_width: expected an integer of 3 or more, since n is 3, got 2"):
         SamplingParams(n=3, beam_width=2)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..cache import MAX_BLOCK_SIZE
 from ..integrations.loading import load
 from ..integrations.transformers import PagedModel
 from ..manager import PagedKVCacheManager
@@ -16,12 +17,12 @@ from .engine import Engine
 from .interrupts import interrupts_wait
 from .metrics import CacheUse, EngineMetrics
 from .request import FinishReason, Request
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, check_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["LLM", "Completion", "RequestOutput", "Teller"]
+__all__ = ["LLM", "Completion", "RequestOutput", "Teller", "check_options"]
 
 DEFAULT_MEMORY = 1 << 30  # about 23,000 tokens of a model of 135 million parameters in float32
 
@@ -123,15 +124,26 @@ class LLM:
         max_batch_tokens: int = 512,
         max_num_seqs: int = 64,
     ) -> None:
-        if isinstance(model, (str, Path)):
+        from_path = isinstance(model, (str, Path))
+        check_options(
+            dtype=dtype if from_path else None,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory=memory,
+            num_host_blocks=num_host_blocks,
+            compile=compile,
+            pack_weights=pack_weights,
+            max_model_len=max_model_len,
+            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=max_num_seqs,
+        )
+        if from_path:
             model, loaded_tokenizer = load(model, dtype)
             tokenizer = tokenizer or loaded_tokenizer
         elif dtype is not None:
             raise ValueError(f"dtype: only for a path, a loaded model has its own ({model.dtype})")
         self.tokenizer = tokenizer
         self.model = PagedModel(model)
-        if compile and pack_weights:
-            raise ValueError("pack_weights: expected False with compile")
         if pack_weights:
             self.model.pack_weights()
         if compile:
@@ -284,6 +296,41 @@ class Teller:
             request.finished,
             request.num_cached_tokens,
             request.num_preemptions,
+        )
+
+
+def check_options(
+    *,
+    dtype: torch.dtype | None = None,
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    memory: int | None = None,
+    num_host_blocks: int = 0,
+    compile: bool = False,
+    pack_weights: bool = False,
+    max_model_len: int | None = None,
+    max_batch_tokens: int = 512,
+    max_num_seqs: int = 64,
+) -> None:
+    """Raises ValueError or TypeError for options of `LLM` that are wrong whatever the model: loading it takes long."""
+    check_integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
+    for name, value, low in (
+        ("num_blocks", num_blocks, 1),
+        ("memory", memory, 1),
+        ("max_model_len", max_model_len, 2),
+    ):
+        if value is not None:
+            check_integer(name, value, low)
+    if num_blocks is not None and memory is not None:
+        raise ValueError("num_blocks, memory: expected one of them, got both")
+    check_integer("num_host_blocks", num_host_blocks, 0)
+    check_integer("max_batch_tokens", max_batch_tokens, 1)
+    check_integer("max_num_seqs", max_num_seqs, 1)
+    if pack_weights and compile:
+        raise ValueError("pack_weights: expected False with compile")
+    if pack_weights and dtype not in (None, torch.float32):
+        raise ValueError(
+            f"pack_weights: expected weights in float32, got {str(dtype).removeprefix('torch.')}"
         )
 
 

@@ -77,12 +77,18 @@ class SamplingParams:
         for name, low, high in (
             ("top_k", 1, None),
             ("seed", 0, 2**64 - 1),
-            ("best_of", self.n, None),
-            ("beam_width", max(2, self.n), None),
+            ("best_of", 1, None),
+            ("beam_width", 2, None),
             ("logprobs", 0, None),
         ):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), low, high)
+        for name in ("best_of", "beam_width"):
+            value = getattr(self, name)
+            if value is not None and value < self.n:
+                raise ValueError(
+                    f"{name}: expected an integer of {self.n} or more, since n is {self.n}, got {value}"
+                )
         # More, and length ** length_penalty would be beyond float64 for some length.
         _check_real(
             "length_penalty", self.length_penalty, "a number from -16 to 16", lambda p: -16 <= p <= 16
@@ -127,7 +133,9 @@ class SamplingParams:
             ("draft_tokens", 0),
         ):
             if getattr(self, name) != allowed:
-                raise ValueError(f"{name}: expected {allowed!r} with beam_width, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name}: expected {0 if allowed == 0 else 'none'} with beam_width, got {getattr(self, name)!r}"
+                )
 
     @property
     def greedy(self) -> bool:
