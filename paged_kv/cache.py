@@ -25,6 +25,7 @@ _SCALES = ("token", "head", "tensor", "none")
 
 MAX_BLOCK_SIZE = 1024
 
+_NOT_COPIED = ("device", "huge_pages", "_memory", "_layers")  # made anew for a copy
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 
 
@@ -52,6 +53,10 @@ class PagedKVCache:
     Memory is one allocation. On the CPU it is backed by huge pages where Linux has them: reading a cache of
     many GB in random order spends much of its time in TLB misses with pages of 4 KiB. It is committed as it
     is first written.
+
+    `copy.deepcopy`, pickle and `torch.save` copy that memory once, whatever is in it. `torch.load` puts the cache
+    where its `map_location` says; it wants `torch.serialization.add_safe_globals([PagedKVCache])`, or
+    `weights_only=False`.
 
     Args:
         num_layers: layers of the model that attend to a cache of their own.
@@ -219,6 +224,35 @@ class PagedKVCache:
             interleaved=self.interleaved,
             scales=self.scales,
         )
+
+    def __copy__(self) -> PagedKVCache:
+        """Another object over the same memory."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __deepcopy__(self, memo: dict) -> PagedKVCache:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(self.__getstate__())
+        return twin
+
+    # The tensors are views of one memory that begin storages of their own: each would be copied with its storage,
+    # and the memory once more.
+    def __getstate__(self) -> dict:
+        own = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        scales = [(at.k_scale, at.v_scale) for at in self] if self.scales in ("head", "tensor") else []
+        return own | {"memory": _memory.apart(self._memory), "layer_scales": scales}
+
+    def __setstate__(self, state: dict) -> None:
+        memory, layer_scales = state["memory"], state["layer_scales"]
+        own = {name: value for name, value in state.items() if name not in ("memory", "layer_scales")}
+        self.__dict__.update(own, device=memory.device)
+        self._layers = self._allocate()
+        self._memory.copy_(memory)
+        for at, scales in zip(self, layer_scales, strict=False):
+            at.k_scale.copy_(scales[0])
+            at.v_scale.copy_(scales[1])
 
     def _geometry(self) -> dict:
         names = ("num_kv_heads", "head_dim", "dtype", "block_size", "scales")

@@ -1,6 +1,9 @@
 """PagedKVCache: shapes, memory order, sizes by blocks and by bytes, scales, copies, swaps, errors."""
 
+import copy
 import gc
+import io
+import pickle
 import re
 from pathlib import Path
 
@@ -376,3 +379,56 @@ def test_memory_is_committed_when_written_and_given_back():
 def test_refused_memory_is_a_memory_error():
     with pytest.raises((MemoryError, RuntimeError), match="memory"):
         PagedKVCache(1, 1, 256, torch.float32, memory=1 << 60)
+
+
+def through_pickle(cache):
+    return pickle.loads(pickle.dumps(cache))
+
+
+def through_a_file(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    assert file.tell() < cache.nbytes + 8192, "the memory is in it more than once"
+    file.seek(0)
+    with torch.serialization.safe_globals([PagedKVCache]):
+        return torch.load(file)
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, through_pickle, through_a_file])
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [(dtype, None) for dtype in DTYPES]
+    + [(dtype, kind) for dtype in QUANTISED for kind in ("head", "tensor")],
+    ids=str,
+)
+def test_a_copy_has_the_same_bits_in_a_memory_of_its_own(dtype, scales, copy_of):
+    cache = make(dtype, scales=scales, layout="NHD", interleaved=True, num_blocks=200)
+    if scales is not None:
+        for number, at in enumerate(cache, 1):
+            at.k_scale.fill_(number)
+            at.v_scale.fill_(number / 4)
+    fill(cache)
+    twin = copy_of(cache)
+    assert repr(twin) == repr(cache)
+    assert (twin.scales, twin.huge_pages) == (cache.scales, cache.huge_pages)
+    before = [tensor.clone() for tensor in tensors(cache)]
+    for mine, theirs in zip(before, tensors(twin), strict=True):
+        assert_same_bits(theirs, mine, "the copy")
+    assert [t.stride() for t in tensors(twin)] == [t.stride() for t in tensors(cache)]
+    fill(twin, seed=1)
+    for mine, now in zip(before, tensors(cache), strict=True):
+        assert_same_bits(now, mine, "the original, after a write to the copy")
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, through_pickle, through_a_file])
+def test_a_copy_of_a_large_cache_lies_on_huge_pages_too(copy_of):
+    cache = fill(make(num_blocks=20_000))
+    twin = copy_of(cache)
+    assert twin.huge_pages == cache.huge_pages
+    assert torch.equal(twin[1].value, cache[1].value)
+    assert len({t.untyped_storage().data_ptr() for t in tensors(twin)}) == len(tensors(twin))
+
+
+def test_a_shallow_copy_shares_the_memory():
+    cache = make()
+    assert [t.data_ptr() for t in tensors(copy.copy(cache))] == [t.data_ptr() for t in tensors(cache)]
