@@ -86,6 +86,13 @@ void plan_items(const AttentionParams& p, Plan& plan) {
   }
 }
 
+// Hands out the items. Worker w of W begins with items w, w + W, ..., then helps the next worker with what is left of
+// its own: so nobody ends early, equal items are shared out equally, and in call after call a small batch is read by
+// the cores that hold it in their caches. With one counter for all, one of two threads often took five of eight items.
+struct alignas(Arena::kAlignment) ItemCounter {  // a cache line each
+  std::atomic<int64_t> taken{0};
+};
+
 // All that the threads share.
 template <class P>
 struct Job {
@@ -94,7 +101,8 @@ struct Job {
   Workspace workspace;
   char* scratch;  // of all workers
   size_t scratch_size;
-  std::atomic<int64_t> next_item{0};
+  ItemCounter* counters;  // [num_workers]
+  int64_t num_workers;
 };
 
 template <class P>
@@ -112,15 +120,19 @@ void work(Job<P>& job, int64_t worker) {
   const AttentionParams& p = job.params;
   Arena arena(job.scratch + worker * job.scratch_size);
   WorkerScratch<P> scratch(arena, p, job.plan);
-  for (;;) {
-    const int64_t i = job.next_item.fetch_add(1, std::memory_order_relaxed);
-    if (i >= job.plan.num_items) return;
-    const WorkItem& item = job.plan.items[i];
-    const SequencePlan& sequence = job.plan.sequences[item.seq];
-    if (sequence.is_decode) {
-      decode_item<P>(p, sequence, item, job.workspace, scratch.decode);
-    } else {
-      prefill_item<P>(p, sequence, item, scratch.prefill);
+  for (int64_t k = 0; k < job.num_workers; ++k) {
+    const int64_t owner = (worker + k) % job.num_workers;
+    auto next = [&] {
+      return owner + job.num_workers * job.counters[owner].taken.fetch_add(1, std::memory_order_relaxed);
+    };
+    for (int64_t i = next(); i < job.plan.num_items; i = next()) {
+      const WorkItem& item = job.plan.items[i];
+      const SequencePlan& sequence = job.plan.sequences[item.seq];
+      if (sequence.is_decode) {
+        decode_item<P>(p, sequence, item, job.workspace, scratch.decode);
+      } else {
+        prefill_item<P>(p, sequence, item, scratch.prefill);
+      }
     }
   }
 }
@@ -150,11 +162,13 @@ Error run(const AttentionParams& p, const Context& context) {
   WorkerScratch<P>(scratch_size, p, plan);
   Workspace workspace{};
   char* scratch = nullptr;
+  ItemCounter* counters = nullptr;
   auto lay_out = [&](Arena arena) {
     plan.items = arena.take<WorkItem>(plan.num_items);
     workspace.states = arena.take<SoftmaxState>(plan.num_partials);
     workspace.values = arena.take<float>(plan.num_partials * round_up(p.head_dim, kChunk));
     workspace.counts = arena.take<std::atomic<int32_t>>(plan.num_counts);
+    counters = arena.take<ItemCounter>(workers);
     scratch = arena.take<char>(workers * static_cast<int64_t>(scratch_size.used()));
     return arena.used();
   };
@@ -163,8 +177,9 @@ Error run(const AttentionParams& p, const Context& context) {
   lay_out(Arena(memory.get()));
   plan_items(p, plan);
   for (int64_t i = 0; i < plan.num_counts; ++i) new (workspace.counts + i) std::atomic<int32_t>(0);
+  for (int64_t i = 0; i < workers; ++i) new (counters + i) ItemCounter;
 
-  Job<P> job{p, plan, workspace, scratch, scratch_size.used()};
+  Job<P> job{p, plan, workspace, scratch, scratch_size.used(), counters, workers};
   if (workers == 1) {
     work(job, 0);
   } else {
