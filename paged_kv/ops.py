@@ -191,46 +191,16 @@ def paged_attention(
         ValueError: an argument is not as said, or on the CPU: a length is negative or beyond the table, a
             maximum is too small, or a table entry in use is no block's id.
     """
+    args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
+    args += (max_query_len, max_seq_len, scale)
+    # Each argument costs 0.1 us to hand over, so the defaults are left to the schema.
+    if not (causal is True and window == -1 and softcap == 0 and alibi_slopes is sinks is k_scale is v_scale is None):
+        args += (causal, window, softcap, alibi_slopes, sinks, k_scale, v_scale)
     if out is None and lse is None:
-        return _ops.paged_attention.default(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            seq_lens,
-            query_start_loc,
-            max_query_len,
-            max_seq_len,
-            scale,
-            causal,
-            window,
-            softcap,
-            alibi_slopes,
-            sinks,
-            k_scale,
-            v_scale,
-        )
-    out, lse = _both("paged_attention", out=out, lse=lse)
-    _ops.paged_attention.out(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        max_query_len,
-        max_seq_len,
-        scale,
-        causal,
-        window,
-        softcap,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        out=out,
-        lse=lse,
-    )
+        return _ops.paged_attention.default(*args)
+    if out is None or lse is None:
+        raise _not_both("paged_attention", out=out, lse=lse)
+    _ops.paged_attention.out(*args, out=out, lse=lse)
     return out, lse
 
 
@@ -304,7 +274,8 @@ def gather_kv(
     """
     if key is None and value is None:
         return _ops.gather_kv.default(key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale)
-    key, value = _both("gather_kv", key=key, value=value)
+    if key is None or value is None:
+        raise _not_both("gather_kv", key=key, value=value)
     _ops.gather_kv.out(key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale, key=key, value=value)
     return key, value
 
@@ -339,15 +310,14 @@ def merge_attention_states(
     """
     if out is None and lse is None:
         return _ops.merge_attention_states.default(out_a, lse_a, out_b, lse_b)
-    out, lse = _both("merge_attention_states", out=out, lse=lse)
+    if out is None or lse is None:
+        raise _not_both("merge_attention_states", out=out, lse=lse)
     _ops.merge_attention_states.out(out_a, lse_a, out_b, lse_b, out=out, lse=lse)
     return out, lse
 
 
-def _both(op: str, **given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The two tensors to write into, which are given together."""
-    (first, a), (second, b) = given.items()
-    if a is None or b is None:
-        present, missing = (second, first) if a is None else (first, second)
-        raise ValueError(f"paged_kv::{op}: {missing}: expected a tensor, as {present} is one, got None")
-    return a, b
+def _not_both(op: str, **given: Tensor | None) -> ValueError:
+    """Of the two tensors to write into, which are given together, one is missing."""
+    (first, a), (second, _) = given.items()
+    present, missing = (second, first) if a is None else (first, second)
+    return ValueError(f"paged_kv::{op}: {missing}: expected a tensor, as {present} is one, got None")
