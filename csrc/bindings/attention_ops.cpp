@@ -3,7 +3,6 @@
 //
 // Sizes in errors: T tokens, S sequences, Hq query heads, Hkv key/value heads, D head size, N blocks, B block size,
 // M block table width, K pairs of blocks.
-#include <ATen/ops/empty.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -194,8 +193,8 @@ TensorPair paged_attention(const DeviceInterface& device, const Tensor& query, c
                            max_query_len, max_seq_len, scale,       causal,       window,   softcap,
                            alibi_slopes,  sinks,       k_scale,     v_scale};
   check_paged_attention(device, checks, args, {});
-  Tensor out = at::empty(query.sizes(), query.options());
-  Tensor lse = at::empty(query.sizes().slice(0, 2), query.options().dtype(at::kFloat));
+  Tensor out = device.empty(query.sizes(), query.options());
+  Tensor lse = device.empty(query.sizes().slice(0, 2), query.options().dtype(at::kFloat));
   run_paged_attention(device, checks, args, {{"out", out}, {"lse", lse}});
   return {std::move(out), std::move(lse)};
 }
@@ -280,7 +279,7 @@ TensorPair merge_attention_states(const DeviceInterface& device, const Tensor& o
   const Checks checks("merge_attention_states");
   const Args read{{"out_a", out_a}, {"lse_a", lse_a}, {"out_b", out_b}, {"lse_b", lse_b}};
   check_merge(checks, read, {});
-  Tensor out = at::empty(out_a.sizes(), out_a.options()), lse = at::empty(lse_a.sizes(), lse_a.options());
+  Tensor out = device.empty(out_a.sizes(), out_a.options()), lse = device.empty(lse_a.sizes(), lse_a.options());
   run_merge(device, checks, read, {{"out", out}, {"lse", lse}});
   return {std::move(out), std::move(lse)};
 }

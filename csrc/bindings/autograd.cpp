@@ -1,9 +1,9 @@
 // No op has a backward, and none may seem to have one: what an op returns or writes while an argument wants a gradient
-// gets a history whose backward raises.
+// gets a history whose backward raises. torch's own fallback does that for what is returned, but not for what is
+// written, and takes 0.4 us longer.
 #include "bindings/autograd.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <string>
@@ -38,8 +38,7 @@ void for_each_tensor(const c10::IValue& value, const Function& function) {
   }
 }
 
-// torch's own fallback gives a history to what an op returns, but not to what it writes into its arguments.
-void write_without_backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+void call_without_backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const std::string& name = schema.name();
   const size_t num_arguments = schema.arguments().size();
@@ -66,13 +65,13 @@ void write_without_backward(const c10::OperatorHandle& op, c10::DispatchKeySet k
   }
   if (wanting.empty()) return;
   for (const at::Tensor& tensor : written) NoBackward::apply(tensor, at::TensorList(wanting), name);
+  for (auto result = stack->end() - schema.returns().size(); result != stack->end(); ++result) {
+    *result = NoBackward::apply(result->toTensor(), at::TensorList(wanting), name);
+  }
 }
 
 }  // namespace
 
-torch::CppFunction no_backward(const c10::FunctionSchema& schema) {
-  return schema.is_mutable() ? torch::CppFunction::makeFromBoxedFunction<&write_without_backward>()
-                             : torch::autograd::autogradNotImplementedFallback();
-}
+torch::CppFunction no_backward() { return torch::CppFunction::makeFromBoxedFunction<&call_without_backward>(); }
 
 }  // namespace paged_kv::bindings

@@ -5,7 +5,7 @@
 
 namespace paged_kv::bindings {
 
-// What to register for the Autograd key of an op: a backward that raises.
-torch::CppFunction no_backward(const c10::FunctionSchema& schema);
+// What to register for the Autograd key of every op: a backward that raises.
+torch::CppFunction no_backward();
 
 }  // namespace paged_kv::bindings

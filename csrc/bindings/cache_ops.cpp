@@ -3,7 +3,6 @@
 //
 // Sizes in errors: T tokens, S sequences, Hq query heads, Hkv key/value heads, D head size, N blocks, B block size,
 // M block table width, K pairs of blocks.
-#include <ATen/ops/empty.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -337,7 +336,7 @@ TensorPair gather_kv(const DeviceInterface& device, const Tensor& key_cache, con
   const GatherArgs args{key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale};
   const int64_t num_tokens = check_gather_kv(device, checks, args, {});
   const auto allocate = [&] {
-    return at::empty({num_tokens, key_cache.size(1), key_cache.size(3)}, key_cache.options().dtype(args.dtype()));
+    return device.empty({num_tokens, key_cache.size(1), key_cache.size(3)}, key_cache.options().dtype(args.dtype()));
   };
   Tensor key = allocate(), value = allocate();
   run_gather_kv(device, checks, args, num_tokens, {{"key", key}, {"value", value}});

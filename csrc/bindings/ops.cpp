@@ -38,7 +38,7 @@ void define_ops(torch::Library& library) {
   for (const char* text : schemas) {
     c10::FunctionSchema schema = torch::schema(text);
     const std::string name = c10::toString(schema.operator_name());
-    library.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, no_backward(schema)));
+    library.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, no_backward()));
     library.def(std::move(schema));
   }
 }

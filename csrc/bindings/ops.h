@@ -13,6 +13,7 @@ namespace paged_kv::bindings {
 struct DeviceInterface {
   const Backend& (*backend)();
   Context (*context)(c10::Device device);
+  at::Tensor (*empty)(at::IntArrayRef sizes, const at::TensorOptions& options);  // what ops return
   // Whether to check the values in index tensors and scales: on a GPU that waits for the device.
   bool (*checks_values)();
 };

@@ -52,6 +52,11 @@ ByteBox::ByteBox(const at::Tensor& tensor) {
   begin = end = reinterpret_cast<int64_t>(tensor.const_data_ptr());
   if (tensor.numel() == 0) return;
   run = static_cast<int64_t>(tensor.element_size());
+  if (tensor.is_contiguous()) {  // most are; sorting the dims of eight tensors takes 1 us
+    run *= tensor.numel();
+    end = begin + run;
+    return;
+  }
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     const int64_t size = tensor.size(d), stride = tensor.stride(d) * run;
     if (size > 1 && stride > 0) dims.push_back({size, {stride}});

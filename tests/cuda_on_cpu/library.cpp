@@ -1,6 +1,8 @@
 // torch.ops.paged_kv_cuda_on_cpu: the ops of paged_kv over the CUDA backend's table, whose kernels run on fibers. Same
 // schemas, same checks, tensors on the CPU. The build gives the namespace's name, so that two builds fit in one
 // process.
+#include <ATen/ops/empty.h>
+
 #include <cstdlib>
 #include <cstring>
 
@@ -18,6 +20,8 @@ void* allocate(size_t bytes, void*) {
 }
 void release(void* memory, void*) { std::free(memory); }
 
+at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }
+
 Context context(c10::Device) { return {nullptr, 1, nullptr, allocate, release}; }
 
 }  // namespace
@@ -25,7 +29,8 @@ Context context(c10::Device) { return {nullptr, 1, nullptr, allocate, release}; 
 TORCH_LIBRARY(PAGED_KV_NAMESPACE, library) { define_ops(library); }
 
 TORCH_LIBRARY_IMPL(PAGED_KV_NAMESPACE, CPU, library) {
-  register_backend(library, {.backend = cuda::backend, .context = context, .checks_values = checks_values_on_cuda});
+  register_backend(
+      library, {.backend = cuda::backend, .context = context, .empty = empty, .checks_values = checks_values_on_cuda});
 }
 
 }  // namespace paged_kv::bindings
