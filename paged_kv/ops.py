@@ -194,7 +194,8 @@ def paged_attention(
     args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
     args += (max_query_len, max_seq_len, scale)
     # Each argument costs 0.1 us to hand over, so the defaults are left to the schema.
-    if not (causal is True and window == -1 and softcap == 0 and alibi_slopes is sinks is k_scale is v_scale is None):
+    without = alibi_slopes is None and sinks is None and k_scale is None and v_scale is None
+    if not without or causal is not True or window != -1 or softcap != 0:
         args += (causal, window, softcap, alibi_slopes, sinks, k_scale, v_scale)
     if out is None and lse is None:
         return _ops.paged_attention.default(*args)
