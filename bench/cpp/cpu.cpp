@@ -101,15 +101,15 @@ struct AttentionCase {
 
   explicit AttentionCase(const Shape& shape)
       : s(shape),
-        query(s.query_elements() * element_size(s.dtype)),
+        query(s.query_elements() * element_size(s.row_dtype())),
         keys(s.cache_bytes()),
         values(s.cache_bytes()),
-        out(s.query_elements() * element_size(s.dtype)),
+        out(s.query_elements() * element_size(s.row_dtype())),
         batch(s),
         lse(s.num_tokens() * s.num_q_heads),
         params(work::attention_params(s, {query.data(), keys.data(), values.data(), out.data(), lse.data(),
                                           batch.tables.data(), batch.lens.data(), batch.starts.data()})) {
-    work::fill_randomly(query.data(), s.dtype, s.query_elements(), 1);
+    work::fill_randomly(query.data(), s.row_dtype(), s.query_elements(), 1);
     work::fill_randomly(keys.data(), s.dtype, s.cache_elements(), 2);
     work::fill_randomly(values.data(), s.dtype, s.cache_elements(), 3);
   }
@@ -126,7 +126,7 @@ struct AttentionCase {
     };
     for (int64_t token = 0; token < s.seq_len; ++token) {
       for (int64_t d = 0; d < s.head_dim; ++d) {
-        scores[token] += static_cast<double>(work::element(query.data(), s.dtype, q_offset + d)) *
+        scores[token] += static_cast<double>(work::element(query.data(), s.row_dtype(), q_offset + d)) *
                          work::element(keys.data(), s.dtype, offset(token) + d) * params.scale;
       }
     }
@@ -141,7 +141,7 @@ struct AttentionCase {
     }
     for (int64_t d = 0; d < s.head_dim; ++d) {
       const double expected = sums[d] / denominator;
-      error = std::max(error, std::abs(expected - work::element(out.data(), s.dtype, q_offset + d)));
+      error = std::max(error, std::abs(expected - work::element(out.data(), s.row_dtype(), q_offset + d)));
       magnitude = std::max(magnitude, std::abs(expected));
     }
     return error <= (s.dtype == DType::kFloat32 ? 1e-5 : 2e-2) * magnitude;
@@ -179,6 +179,17 @@ void attention(benchmark::State& state, const Shape& s) {
   } else {
     run(state, s.flops(), "GFLOP/s", call, [&] { limits::multiply_add(static_cast<int64_t>(s.flops() / 2)); });
   }
+}
+
+// What bounds decode beside memory: the arithmetic, here with keys and values that are there already. The limit is as
+// many multiply-adds in float32 as both products have.
+void bound(benchmark::State& state, const Shape& s) {
+  AttentionCase c(s);
+  const auto call = [&] { return cpu::backend().paged_attention(c.params, context()); };
+  if (Error error = call()) return state.SkipWithError(error);
+  if (!c.is_right()) return state.SkipWithError("the result is wrong");
+  run(state, s.read_bytes(), "GB/s", call, [&] { limits::multiply_add(static_cast<int64_t>(s.flops() / 2)); });
+  state.counters["limit_GB/s"] = state.counters["GB/s"] / state.counters["of_limit"];
 }
 
 // The limit itself, in GB/s of its own.
@@ -292,6 +303,20 @@ int main(int argc, char** argv) {
   add_attention("decode", {1, 64, 1, 32, 8, 128, 16});
   add_attention("prefill", {1, 1024, 1024, 32, 8, 128, 32});
   add_attention("chunk", {1, 4096, 256, 32, 8, 128, 32});
+
+  // Four query heads a key/value head, for each dtype of a cache: keys and values in L1 (one block), in L2, in memory,
+  // and a plain read of the latter. The same bytes take the same multiply-adds in each.
+  for (DType dtype : {DType::kBFloat16, DType::kFloat32, DType::kFloat8E4M3, DType::kFloat8E5M2, DType::kInt8}) {
+    const std::string of = std::string("/") + work::name_of(dtype);
+    const Shape in_memory{16, 2048, 1, 32, 8, 128, 32, dtype};
+    Shape in_l1{1, 16384, 1, 4, 1, 128, 16, dtype}, in_l2 = in_l1;
+    in_l1.distinct_tokens = in_l1.block_size;
+    in_l2.distinct_tokens = (256 << 10) / (2 * in_l2.head_dim * element_size(dtype));
+    add("bound/L1" + of, [=](benchmark::State& state) { bound(state, in_l1); });
+    add("bound/L2" + of, [=](benchmark::State& state) { bound(state, in_l2); });
+    add("bound/memory" + of, [=](benchmark::State& state) { bound(state, in_memory); });
+    add("bound/page_read" + of, [=](benchmark::State& state) { page_read(state, in_memory); });
+  }
 
   for (int64_t num_tokens : {1024, 8192, 65536}) {
     const Shape s{1, num_tokens, num_tokens, 8, 8, 128, 16};
