@@ -1,7 +1,9 @@
 """Tiny models of every supported architecture answer as their own `generate` does; the others are refused."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -247,3 +249,34 @@ def test_a_missing_transformers_is_named_with_its_extra():
     code = "from paged_kv.integrations.transformers import PagedModel\nPagedModel(None)"
     result = run_without_transformers(code)
     assert result.stderr.strip().endswith("run `pip install 'paged_kv[transformers]'`")
+
+
+FAULTS_OF_TEMPORARIES = """
+import resource, torch
+from paged_kv.integrations.transformers import PagedModel
+from tiny_models import tiny_model
+
+model = PagedModel(tiny_model("llama"))
+
+def faults(count):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(count):
+        [torch.ones(3 << 18) for _ in range(4)]  # of 3 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults(1)
+print(faults(10))
+"""
+
+
+def test_a_steps_temporaries_stay_in_the_process():
+    """Once given, the pages of what a model drops are not mapped anew for what it makes next."""
+    tests = Path(__file__).parent
+    child = subprocess.run(
+        [sys.executable, "-c", FAULTS_OF_TEMPORARIES],
+        env={**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(child.stdout) < 1000, "3,072 pages each time, had they been given back"

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import _memory
 from .._optional import optional_import
 from ..cache import PagedKVCache
 from ..errors import UnsupportedModelError
@@ -62,6 +63,8 @@ class PagedModel:
             transformers.AttentionMaskInterface.register(name, functions[1])
         if model.training:
             raise ValueError("model: expected eval mode, got training mode: call model.eval() first")
+        if model.device.type == "cpu":
+            _memory.keep_what_is_freed()
         self.model = model
         self._call = model
         self.config = model.config.get_text_config(decoder=True)
