@@ -7,6 +7,7 @@ from .build_info import BuildInfo, build_info, set_isa
 from .cache import LayerCache, PagedKVCache
 from .engine import LLM, RequestOutput, SamplingParams
 from .errors import OutOfBlocksError, PagedKVError, UnsupportedModelError
+from .interrupts import interrupts_wait
 from .manager import Admission, AdmissionStatus, PagedKVCacheManager
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "SamplingParams",
     "UnsupportedModelError",
     "build_info",
+    "interrupts_wait",
     "ops",
     "set_isa",
 ]

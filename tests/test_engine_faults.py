@@ -14,7 +14,8 @@ from test_engine import assert_whole, new_llm
 from tiny_models import own_answers, random_prompts, tiny_model
 
 import paged_kv
-from paged_kv.engine import FinishReason, SamplingParams, interrupts
+from paged_kv import interrupts
+from paged_kv.engine import FinishReason, SamplingParams
 from paged_kv.errors import OutOfBlocksError, OutOfHostBlocksError, OutOfRoomError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,17 +1,21 @@
 """Every call that can fail is made to fail, and the whole state is the same before and after."""
 
+import signal
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from manager_machine import snapshot
 
-from paged_kv import errors
+import paged_kv
+from paged_kv import errors, interrupts_wait
 from paged_kv.manager import AdmissionStatus, ContentKey, PagedKVCacheManager
 
 TOKENS = list(range(10))
 
 
-@pytest.fixture
-def m():
+def made():
     """A fork with a shared tail, a pin, a swapped sequence, cached blocks, and 3 blocks that could be handed out."""
     m = PagedKVCacheManager(12, 4, windows=(None,), num_host_blocks=4, pin_budget=3, partial_hits=True)
     for seq_id, tokens in (("gone", TOKENS[::-1]), ("a", TOKENS), ("away", [7] * 9)):
@@ -31,6 +35,8 @@ def m():
     m.check()
     return m
 
+
+fixture_m = pytest.fixture(made, name="m")
 
 UNKNOWN = errors.UnknownSequenceError
 AWAY = errors.SwappedSequenceError
@@ -134,3 +140,44 @@ def test_the_smallest_call_that_does_not_fit_changes_nothing(m):
         with pytest.raises(errors.OutOfBlocksError):
             m.allocate_token_slot(seq_id, number)
         assert snapshot(m) == before
+
+
+MANAGER = str(Path(paged_kv.__file__).parent / "manager")
+
+
+def take_a_step(m, at=None):
+    """Makes the calls of a step; the line of the manager with the number `at` is interrupted. Tells how many ran."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(MANAGER):
+            return None
+        if event == "line":
+            if count == at:
+                signal.raise_signal(signal.SIGINT)
+            count += 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with interrupts_wait():
+            m.append(["a", "b"], [[1], [2]])
+            m.commit(["a", "b"])
+            m.free("b")
+            m.swap_in(["away"])
+            m.preempt("a")
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_calls_within_interrupts_wait_are_not_torn(m):
+    assert take_a_step(m) > 100
+    expected = snapshot(m)
+    for at in range(0, take_a_step(made()), 3):
+        interrupted = made()
+        with pytest.raises(KeyboardInterrupt):
+            take_a_step(interrupted, at)
+        interrupted.check()
+        assert snapshot(interrupted) == expected, at

@@ -8,7 +8,7 @@ runner.py            packs a step and runs the model
 sampler.py           from logits to tokens
 beams.py, drafts.py  beam search; guesses from the text itself
 request.py           a request and the sequences that answer it
-sampling_params.py, detokenizer.py, interrupts.py   what these need
+sampling_params.py, detokenizer.py   what these need
 metrics.py, tracing.py   what was done, in figures and as a picture
 """
 

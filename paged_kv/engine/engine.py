@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ..cache import PagedKVCache
 from ..integrations.transformers import PagedModel
+from ..interrupts import interrupts_wait
 from ..manager import PagedKVCacheManager
 from .beams import BeamSearch
 from .detokenizer import TextStream
 from .drafts import PromptLookup
-from .interrupts import interrupts_wait
 from .metrics import CacheUse, EngineMetrics
 from .request import FinishReason, Request, Sequence
 from .runner import run_model

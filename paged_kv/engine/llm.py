@@ -12,9 +12,9 @@ import torch
 from ..cache import MAX_BLOCK_SIZE
 from ..integrations.loading import load
 from ..integrations.transformers import PagedModel
+from ..interrupts import interrupts_wait
 from ..manager import PagedKVCacheManager
 from .engine import Engine
-from .interrupts import interrupts_wait
 from .metrics import CacheUse, EngineMetrics
 from .request import FinishReason, Request
 from .sampling_params import SamplingParams, check_integer

@@ -67,6 +67,10 @@ class PagedKVCacheManager:
     pin_budget: blocks that pins may keep from eviction; half the pool by default.
     clock: seconds, for the expiry of pins.
 
+    A call that raises has changed nothing, but for an interrupt (KeyboardInterrupt) in the middle of it: who goes on
+    after one makes the calls of a step within `paged_kv.interrupts_wait()`, as the engine does. The calls don't do so
+    each for themselves, since that takes longer than they do. Not for several threads at once.
+
     >>> m = PagedKVCacheManager(num_blocks=8, block_size=4)
     >>> m.admit("a", [11, 12, 13, 14, 15]).admitted
     True
