@@ -305,7 +305,7 @@ def pytorch_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
     scaled_dot_product_attention where it can express the case; else, and for the LSE, a plain computation
     that rounds where it does: products of the dtype, scores and softmax in float32, probabilities and output
-    in the dtype.
+    in the dtype. Kernels may take bfloat16 queries over int8 keys as 16-bit integers, and so the LSE does here.
     """
     case = inputs.case
     group = case.heads[0] // case.heads[1]
@@ -320,7 +320,11 @@ def pytorch_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
         exact_k, k, v = (
             rows.repeat_interleave(group, 0) for rows in (k.float(), k.to(case.dtype), v.to(case.dtype))
         )
-        scores = q.float() @ exact_k.transpose(1, 2) * case.scale
+        score_q = q.float()
+        if (case.dtype, case.cache_dtype) == (torch.bfloat16, torch.int8):
+            unit = torch.exp2(q.float().abs().amax(-1, keepdim=True).log2().floor() - 14)
+            score_q = (score_q / unit).round() * unit
+        scores = score_q @ exact_k.transpose(1, 2) * case.scale
         if case.softcap:
             scores = case.softcap * torch.tanh(scores / case.softcap)
         if slopes is not None:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf, nan
+from math import inf, isfinite, nan
 
 import pytest
 import torch
@@ -216,6 +216,40 @@ def test_scales_reach_as_far_as_float32(dtype: torch.dtype, exponent: int, seqs,
     out, lse = backend.ops.paged_attention(**args)
     assert_same_bits(out / large, usual[0], "out")
     assert_same_bits(lse, usual[1], "lse")
+
+
+@pytest.mark.parametrize("seqs", [((1, 200),), ((3, 90),)], ids=["decode", "drafts"])
+@pytest.mark.parametrize("fault", [0.0, 2.0**-100, 2.0**100, inf, nan])
+def test_a_row_that_16_bit_integers_cannot_hold_is_right_and_alone(fault: float, seqs, backend) -> None:
+    """bfloat16 queries over int8 may be taken as integers in units of their row; other rows stay as they are."""
+    inputs = make_inputs(Case(seqs=seqs, dtype=torch.bfloat16, cache_dtype=torch.int8), backend.device)
+    usual, usual_lse = backend.ops.paged_attention(**inputs.args)
+    query = inputs.args["query"].clone()
+    if isfinite(fault):
+        query[0, 1] *= fault
+    else:
+        query[0, 1, 3] = fault
+    out, lse = backend.ops.paged_attention(**inputs.args | {"query": query})
+    exact_out, exact_lse = reference.paged_attention(**inputs.args | {"query": query})
+    assert_close(out[0, 1], exact_out[0, 1], 0.005, "out")
+    assert torch.equal(lse[0, 1].isfinite().cpu(), exact_lse[0, 1].isfinite().cpu())
+    for actual, expected_rows in ((out, usual), (lse, usual_lse)):
+        actual[0, 1] = expected_rows[0, 1] = 0
+        assert_same_bits(actual, expected_rows, "the other rows")
+
+
+@pytest.mark.parametrize("fault", [0.0, 2.0**-120, 2.0**120, inf, nan])
+def test_a_value_scale_that_16_bit_integers_cannot_hold(fault: float, backend) -> None:
+    """Softmax weights times the scales of their values may be taken as integers, too."""
+    case = Case(seqs=((1, 150),), dtype=torch.bfloat16, cache_dtype=torch.int8, v_scale="token")
+    args = make_inputs(case, backend.device).args
+    block = args["block_tables"][0, 70 // case.block_size]
+    args["v_scale"][block, :, 70 % case.block_size] = fault
+    out, lse = backend.ops.paged_attention(**args)
+    exact_out, exact_lse = reference.paged_attention(**args)
+    finite = exact_out[exact_out.isfinite()].abs()
+    assert_close(out, exact_out, 0.005 * float(finite.max() if finite.numel() else 1), "out")
+    assert_close(lse, exact_lse, 1e-4, "lse")
 
 
 def test_the_measure_notices_a_fault() -> None:

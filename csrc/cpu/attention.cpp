@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "cpu/attention_decode.h"
+#include "cpu/attention_int8.h"
 #include "cpu/attention_plan.h"
 #include "cpu/attention_prefill.h"
 #include "cpu/kernels.h"
@@ -108,7 +109,7 @@ struct Job {
 template <class P>
 struct WorkerScratch {
   DecodeScratch<P> decode;
-  PrefillScratch<P> prefill;
+  PrefillScratch<Fallback<P>> prefill;
 
   WorkerScratch(Arena& arena, const AttentionParams& p, const Plan& plan)
       : decode(arena, plan.decode_all_rows, plan.decode_rows, round_up(p.head_dim, kChunk)),
@@ -131,7 +132,7 @@ void work(Job<P>& job, int64_t worker) {
       if (sequence.is_decode) {
         decode_item<P>(p, sequence, item, job.workspace, scratch.decode);
       } else {
-        prefill_item<P>(p, sequence, item, scratch.prefill);
+        prefill_item<Fallback<P>>(p, sequence, item, scratch.prefill);
       }
     }
   }
@@ -196,6 +197,9 @@ Error run(const AttentionParams& p, const Context& context) {
 }  // namespace
 
 Error paged_attention(const AttentionParams& p, const Context& context) {
+#if PAGED_KV_WIDTH >= 8
+  if (p.key_cache.dtype == DType::kInt8 && p.query.dtype == DType::kBFloat16) return run<Int8Products>(p, context);
+#endif
   return dispatch_cache(p.key_cache.dtype, [&](auto dtype) { return run<ProductsFor<Element<dtype()>>>(p, context); });
 }
 

@@ -10,6 +10,7 @@
 // values from L2 to L1 beside the values (-5 %).
 #pragma once
 
+#include "cpu/attention_int8.h"
 #include "cpu/attention_plan.h"
 #include "cpu/attention_tile.h"
 
@@ -18,9 +19,23 @@ namespace paged_kv::cpu::PAGED_KV_ISA {
 // Sums that stay in registers: half of them, so that as many are left for operands.
 inline constexpr int kSums = kWidth == 16 ? 16 : 8;
 
+// What computes the rows that a policy of scaled operands has no unit for.
+template <class P>
+struct FallbackOf {
+  using type = P;
+};
+template <class P>
+  requires P::kScaled
+struct FallbackOf<P> {
+  using type = typename P::Fallback;
+};
+template <class P>
+using Fallback = typename FallbackOf<P>::type;
+
 template <class P>
 struct DecodeScratch {
   using Operand = typename P::Operand;
+  using FallbackOperand = typename Fallback<P>::Operand;
 
   Operand* query;                              // [heads of the item][rows][padded_dim]
   float* values;                               // [heads of the item][rows][padded_dim], in lane order
@@ -28,9 +43,27 @@ struct DecodeScratch {
   float* scores;                               // [rows][kTile]
   Operand* weights;                            // [rows][kTile]
   float* factors;                              // [rows]
+  float *query_units, *weight_units;           // [heads of the item][rows] and [rows], where operands are scaled
+  FallbackOperand* fallback_query;             // as query, where that has no unit
   KeyRange* keys;                              // [rows]
   float *k_scale, *v_scale;                    // [kTile]
   TokenOffsets<kTile>*offsets, *next_offsets;  // of this tile and the next
+
+  // What policy Q, which is P or its fallback, multiplies keys and values by. Float weights replace their scores.
+  template <class Q>
+  const typename Q::Operand* query_of() const {
+    if constexpr (std::is_same_v<Q, P>)
+      return query;
+    else
+      return fallback_query;
+  }
+  template <class Q>
+  const typename Q::Operand* weights_of() const {
+    if constexpr (std::is_same_v<Q, P>)
+      return weights;
+    else
+      return scores;
+  }
 
   // rows = padded_rows(...), summed over the heads of an item in `all_rows`.
   DecodeScratch(Arena& arena, int64_t all_rows, int64_t rows, int64_t padded_dim)
@@ -40,6 +73,9 @@ struct DecodeScratch {
         scores(arena.take<float>(rows * kTile)),
         weights(arena.take<Operand>(rows * kTile)),
         factors(arena.take<float>(rows)),
+        query_units(arena.take<float>(P::kScaled ? all_rows : 0)),
+        weight_units(arena.take<float>(P::kScaled ? rows : 0)),
+        fallback_query(arena.take<FallbackOperand>(P::kScaled ? all_rows * padded_dim : 0)),
         keys(arena.take<KeyRange>(rows)),
         k_scale(arena.take<float>(kTile)),
         v_scale(arena.take<float>(kTile)),
@@ -57,7 +93,7 @@ struct Fetch {
 
   const T *key_head, *value_head;
   const TokenOffsets<kTile>&tile, &next;
-  int64_t count, next_count, head_dim;
+  int64_t count, next_count, row_lines;
 
   // Beside the scores of a token for kRows rows.
   template <int kRows>
@@ -77,19 +113,25 @@ struct Fetch {
     constexpr int kBytes = kElements * sizeof(T), kPasses = kBytes < kLine ? kLine / kBytes : 1;
     if (kRows == 1 || token % kPasses != 0) return;
     const int64_t mine = token + d / kElements % kPasses;
-    if (mine < next_count) to_cache<2>(value_head + next.value[mine] + d, kBytes);
+    if (mine < next_count) lines_to_cache<2>(value_head + next.value[mine] + d, (kBytes + kLine - 1) / kLine);
   }
 
  private:
-  template <int kLocality>  // 3: L1, 2: L2
-  static PAGED_KV_INLINE void to_cache(const T* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += kLine) {
-      __builtin_prefetch(reinterpret_cast<const char*>(p) + i, 0, kLocality);
-    }
+  // A few lines by displacement from one address: they are up to a sixth of all instructions. kLocality 3: L1, 2: L2.
+  template <int kLocality>
+  static PAGED_KV_INLINE void lines_to_cache(const T* p, int64_t lines) {
+    const char* line = reinterpret_cast<const char*>(p);
+    auto fetch = [&](auto kCount) __attribute__((always_inline)) {
+      for (int i = 0; i < kCount(); ++i) __builtin_prefetch(line + i * kLine, 0, kLocality);
+      line += kCount() * kLine;
+    };
+    for (; lines >= 4; lines -= 4) fetch(std::integral_constant<int, 4>{});
+    if (lines & 2) fetch(std::integral_constant<int, 2>{});
+    if (lines & 1) fetch(std::integral_constant<int, 1>{});
   }
   template <int kLocality>
   PAGED_KV_INLINE void row_to_cache(const T* row) const {
-    to_cache<kLocality>(row, head_dim * static_cast<int64_t>(sizeof(T)));
+    lines_to_cache<kLocality>(row, row_lines);
   }
 };
 
@@ -103,7 +145,7 @@ void score_rows(const typename P::Operand* query, int64_t padded_dim, int64_t he
   for (int t = 0; t < count; t += kTokens) {
     const typename P::Element* key[kTokens];
     for (int i = 0; i < kTokens; ++i) key[i] = key_head + offsets[t + i];
-    Vec sums[kSums]{};  // [kRows][kTokens]
+    typename P::Sum sums[kSums]{};  // [kRows][kTokens]
     if (fetch != nullptr) {
       for (int i = 0; i < kTokens; ++i) fetch->template beside_score<kRows>(t + i);
     }
@@ -117,25 +159,28 @@ void score_rows(const typename P::Operand* query, int64_t padded_dim, int64_t he
     for (; d + kChunk <= head_dim; d += kChunk) add_chunk(d, kChunk);
     if (d < head_dim) add_chunk(d, static_cast<int>(head_dim - d));
     float totals[kSums];
-    for (int i = 0; i < kSums; i += kWidth) store(totals + i, sum_each(reinterpret_cast<Vec(&)[kWidth]>(sums[i])));
+    for (int i = 0; i < kSums; i += kWidth) {
+      store(totals + i, P::to_floats(sum_each(reinterpret_cast<typename P::Sum(&)[kWidth]>(sums[i]))));
+    }
     for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kTile + t, totals + r * kTokens, kTokens * sizeof(float));
   }
 }
 
 // values[r][d..] = values[r][d..] * factors[r] + weights[r] . value[d..] over the tokens [begin, end), for kRows rows
-// and kChunks chunks of d, the last of `chunk` elements. `fetch` may be null.
+// and kChunks chunks of d, the last of `chunk` elements. `units` are those of scaled weights. `fetch` may be null.
 template <class P, int kRows, int kChunks>
-PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const float* factors,
+PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const float* factors, const float* units,
                                       const typename P::Operand* weights, const typename P::Element* value_head,
                                       const int64_t* offsets, int begin, int end, int64_t d, int chunk,
                                       const Fetch<typename P::Element>* fetch) {
-  Chunk sums[kRows][kChunks];
-  for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kChunks; ++c) {
-      const float* old = values + r * padded_dim + d + c * kChunk;
-      sums[r][c] = {load(old) * factors[r], load(old + kWidth) * factors[r]};
+  typename P::ValueSums sums[kRows][kChunks];
+  auto for_each_sum = [&](auto f) __attribute__((always_inline)) {
+    for (int r = 0; r < kRows; ++r) {
+      for (int c = 0; c < kChunks; ++c) f(r, sums[r][c], values + r * padded_dim + d + c * kChunk);
     }
-  }
+  };
+  for_each_sum([&](int r, typename P::ValueSums& sum, const float* so_far)
+                   __attribute__((always_inline)) { sum = P::start(load_chunk(so_far), factors[r]); });
   auto add_step = [&](int t, auto load_values, auto load_operand) __attribute__((always_inline)) {
     if (fetch != nullptr) {
       for (int i = 0; i < P::kPair; ++i) fetch->template beside_value<kRows, kChunks * kChunk>(t + i, d);
@@ -163,30 +208,29 @@ PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const f
       add_step(t, [&](int64_t at) { return P::load_value(row + at, chunk); }, P::load_last_operand);
     }
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kChunks; ++c) {
-      store(values + r * padded_dim + d + c * kChunk, sums[r][c].low);
-      store(values + r * padded_dim + d + c * kChunk + kWidth, sums[r][c].high);
-    }
-  }
+  for_each_sum([&](int r, const typename P::ValueSums& sum, float* so_far) __attribute__((always_inline)) {
+    const auto [low, high] = P::end(sum, load_chunk(so_far), factors[r], P::kScaled ? units[r] : 1.0f);
+    store(so_far, low);
+    store(so_far + kWidth, high);
+  });
 }
 
 template <class P, int kRows>
-void add_values(float* values, int64_t padded_dim, int64_t head_dim, const float* factors,
+void add_values(float* values, int64_t padded_dim, int64_t head_dim, const float* factors, const float* units,
                 const typename P::Operand* weights, const typename P::Element* value_head, const int64_t* offsets,
                 int begin, int end, const Fetch<typename P::Element>* fetch) {
   constexpr int kChunks = kSums / 2 / kRows;
   int64_t d = 0;
   for (; d + kChunks * kChunk <= head_dim; d += kChunks * kChunk) {
-    add_value_chunks<P, kRows, kChunks>(values, padded_dim, factors, weights, value_head, offsets, begin, end, d,
+    add_value_chunks<P, kRows, kChunks>(values, padded_dim, factors, units, weights, value_head, offsets, begin, end, d,
                                         kChunk, fetch);
   }
   for (; d + kChunk <= head_dim; d += kChunk) {
-    add_value_chunks<P, kRows, 1>(values, padded_dim, factors, weights, value_head, offsets, begin, end, d, kChunk,
-                                  fetch);
+    add_value_chunks<P, kRows, 1>(values, padded_dim, factors, units, weights, value_head, offsets, begin, end, d,
+                                  kChunk, fetch);
   }
   if (d < head_dim) {
-    add_value_chunks<P, kRows, 1>(values, padded_dim, factors, weights, value_head, offsets, begin, end, d,
+    add_value_chunks<P, kRows, 1>(values, padded_dim, factors, units, weights, value_head, offsets, begin, end, d,
                                   static_cast<int>(head_dim - d), fetch);
   }
 }
@@ -203,6 +247,37 @@ void for_row_groups(int64_t rows, F f) {
 
 inline int64_t padded_rows(int64_t rows) { return rows % 4 == 3 ? rows + 1 : rows; }
 
+// The query rows of one head, into scratch memory; those without a unit also into `fallback_query`.
+template <class P>
+void load_queries(const AttentionParams& p, const SequenceView& view, int64_t head, int64_t head_in_item,
+                  DecodeScratch<P>& scratch) {
+  const int64_t group = p.num_q_heads / p.num_kv_heads, rows = view.query_len * group;
+  const int64_t padded_dim = round_up(p.head_dim, kChunk), first_row = head_in_item * padded_rows(rows);
+  auto* query = scratch.query + first_row * padded_dim;
+  for (int64_t r = 0; r < rows; ++r) {
+    const void* row = query_row(p, view.query_begin + r / group, head * group + r % group);
+    const float unit = P::load_query(row, p.query.dtype, p.head_dim, query + r * padded_dim);
+    if constexpr (P::kScaled) {
+      scratch.query_units[first_row + r] = unit;
+      if (unit == kInfinity) {
+        Fallback<P>::load_query(row, p.query.dtype, p.head_dim, scratch.fallback_query + (first_row + r) * padded_dim);
+      }
+    }
+  }
+  std::fill(query + rows * padded_dim, query + padded_rows(rows) * padded_dim, typename P::Operand{});
+}
+
+// Calls f(P{}, kRows, first) where the `rows` rows from `first` on can be taken together, and f(policy, 1, row) for
+// each of them otherwise. Where operands are scaled, those without one of `units` go by the fallback.
+template <class P, class Rows, class F>
+void by_policy(Rows kRows, const float* units, int64_t first, int64_t rows, bool alike, F f) {
+  const auto has_unit = [&](int64_t r) { return !P::kScaled || units[r] != kInfinity; };
+  for (int64_t r = first; r < first + rows; ++r) alike = alike && has_unit(r);
+  if (alike) return f(P{}, kRows, first);
+  constexpr std::integral_constant<int, 1> kOne;
+  for (int64_t r = first; r < first + rows; ++r) has_unit(r) ? f(P{}, kOne, r) : f(Fallback<P>{}, kOne, r);
+}
+
 // One tile of one head: scores, weights, values. The next tile, of next_count tokens, is fetched meanwhile.
 template <class P>
 void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t head, int64_t head_in_item,
@@ -211,16 +286,21 @@ void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t hea
   const int64_t group = p.num_q_heads / p.num_kv_heads, rows = view.query_len * group;
   const int64_t padded_dim = round_up(p.head_dim, kChunk), first_row = head_in_item * padded_rows(rows);
   const int count = static_cast<int>(tile.end - tile.begin);
-  const auto* query = scratch.query + first_row * padded_dim;
   float* values = scratch.values + first_row * padded_dim;
 
   const Element* key_head = head_base<Element>(p.key_cache, head);
   const Element* value_head = head_base<Element>(p.value_cache, head);
+  const int64_t lines_of_row = round_up(p.head_dim * sizeof(Element), Fetch<Element>::kLine) / Fetch<Element>::kLine;
   const Fetch<Element> fetch{key_head, value_head, *scratch.offsets, *scratch.next_offsets,
-                             count,    next_count, p.head_dim};
-  for_row_groups(rows, [&](auto kRows, int64_t r) {
-    score_rows<P, kRows()>(query + r * padded_dim, padded_dim, p.head_dim, key_head, scratch.offsets->key, count,
-                           scratch.scores + r * kTile, r == 0 ? &fetch : nullptr);
+                             count,    next_count, lines_of_row};
+  const float* query_units = scratch.query_units + first_row;
+  for_row_groups(rows, [&](auto kRows, int64_t first) {
+    const int64_t in_group = std::min<int64_t>(kRows(), rows - first);
+    by_policy<P>(kRows, query_units, first, in_group, true, [&]<class Q>(Q, auto kTogether, int64_t r) {
+      const auto* query = scratch.template query_of<Q>() + (first_row + r) * padded_dim;
+      score_rows<Q, kTogether()>(query, padded_dim, p.head_dim, key_head, scratch.offsets->key, count,
+                                 scratch.scores + r * kTile, r == 0 ? &fetch : nullptr);
+    });
   });
 
   ScoreRule rule{p.scale * head_scale(p.k_scale, head), p.softcap, 0.0f, nullptr, nullptr};
@@ -238,25 +318,25 @@ void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t hea
     scratch.keys[r] = {seen.begin - tile.begin, seen.end - tile.begin};
     if (seen.empty()) continue;
     if (p.alibi_slopes != nullptr) rule.slope = p.alibi_slopes[head * group + r % group];
-    scratch.factors[r] =
-        softmax_tile<P>(scratch.states[first_row + r], scratch.scores + r * kTile, scratch.weights + r * kTile,
-                        scratch.keys[r], static_cast<float>(tile.begin - view.position(token)), rule);
+    if (P::kScaled) rule.unit = query_units[r] == kInfinity ? 1.0f : query_units[r];
+    scratch.factors[r] = softmax_tile<P>(
+        scratch.states[first_row + r], scratch.scores + r * kTile, scratch.weights + r * kTile, scratch.keys[r],
+        static_cast<float>(tile.begin - view.position(token)), rule, scratch.weight_units + r);
   }
 
-  auto add = [&](auto kRows, int64_t r) {
-    const KeyRange keys = scratch.keys[r];
-    if (keys.empty()) return;
-    add_values<P, kRows()>(values + r * padded_dim, padded_dim, p.head_dim, scratch.factors + r,
-                           scratch.weights + r * kTile, value_head, scratch.offsets->value,
-                           static_cast<int>(keys.begin), static_cast<int>(keys.end), r == 0 ? &fetch : nullptr);
-  };
-  for_row_groups(rows, [&](auto kRows, int64_t r) {
-    const int64_t last = std::min<int64_t>(r + kRows(), rows);
-    const bool alike = std::all_of(scratch.keys + r, scratch.keys + last,
-                                   [&](const KeyRange& keys) { return keys == scratch.keys[r]; });
-    if (alike) return add(kRows, r);
+  for_row_groups(rows, [&](auto kRows, int64_t first) {
+    const int64_t in_group = std::min<int64_t>(kRows(), rows - first);
     // A value that a row does not see must not be multiplied, not even by zero: it may be NaN.
-    for (int64_t row = r; row < last; ++row) add(std::integral_constant<int, 1>{}, row);
+    const bool alike = std::all_of(scratch.keys + first, scratch.keys + first + in_group,
+                                   [&](const KeyRange& keys) { return keys == scratch.keys[first]; });
+    by_policy<P>(kRows, scratch.weight_units, first, in_group, alike, [&]<class Q>(Q, auto kTogether, int64_t r) {
+      const KeyRange keys = scratch.keys[r];
+      if (keys.empty()) return;
+      add_values<Q, kTogether()>(values + r * padded_dim, padded_dim, p.head_dim, scratch.factors + r,
+                                 scratch.weight_units + r, scratch.template weights_of<Q>() + r * kTile, value_head,
+                                 scratch.offsets->value, static_cast<int>(keys.begin), static_cast<int>(keys.end),
+                                 r == 0 ? &fetch : nullptr);
+    });
   });
 }
 
@@ -266,18 +346,10 @@ void decode_split(const AttentionParams& p, const SequencePlan& plan, const Work
   const SequenceView& view = plan.view;
   const int64_t group = p.num_q_heads / p.num_kv_heads, rows = view.query_len * group;
   const int64_t padded_dim = round_up(p.head_dim, kChunk), heads = item.head_end - item.head_begin;
-  for (int64_t h = 0; h < heads; ++h) {
-    const int64_t first_row = h * padded_rows(rows);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t q_head = (item.head_begin + h) * group + r % group;
-      P::load_query(query_row(p, view.query_begin + r / group, q_head), p.query.dtype, p.head_dim,
-                    scratch.query + (first_row + r) * padded_dim);
-    }
-    std::fill(scratch.query + (first_row + rows) * padded_dim,
-              scratch.query + (first_row + padded_rows(rows)) * padded_dim, typename P::Operand{});
-  }
+  for (int64_t h = 0; h < heads; ++h) load_queries(p, view, item.head_begin + h, h, scratch);
   std::fill(scratch.weights + rows * kTile, scratch.weights + padded_rows(rows) * kTile, typename P::Operand{});
   std::fill(scratch.factors + rows, scratch.factors + padded_rows(rows), 1.0f);
+  if (P::kScaled) std::fill_n(scratch.weight_units, padded_rows(rows), 0.0f);
   const int64_t all_rows = heads * padded_rows(rows);
   std::fill_n(scratch.values, all_rows * padded_dim, 0.0f);
   std::fill_n(scratch.states, all_rows, SoftmaxState{});
@@ -368,8 +440,8 @@ void decode_item(const AttentionParams& p, const SequencePlan& plan, const WorkI
   }
   for_each_row([&](int64_t head, int64_t r, const SoftmaxState& state, const float* values) {
     const int64_t token = r / group;
-    finish_row<P>(p, view.query_begin + token, head * group + r % group, !view.visible_keys(p, token).empty(), state,
-                  values);
+    finish_row<Fallback<P>>(p, view.query_begin + token, head * group + r % group, !view.visible_keys(p, token).empty(),
+                            state, values);
   });
 }
 

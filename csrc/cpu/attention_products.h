@@ -2,6 +2,7 @@
 // how a chunk of a cache row becomes vectors, so that the kernels are written once:
 //   FloatProducts<T>     converts to float32 and multiplies there
 //   BFloat16Products     leaves bfloat16 as it is and multiplies pairs, where the CPU can (vdpbf16ps)
+//   Int8Products         multiplies int8 with 16-bit integers, in pairs too, for decode with bfloat16 queries
 // A chunk is 2 * kWidth neighbouring elements of the head dimension, two vectors of floats in an order of the policy's
 // own, the *lane order*: sums over the dimension do not care, and output rows are put right at the end.
 #pragma once
@@ -77,8 +78,22 @@ PAGED_KV_INLINE UintVec load_words(const BFloat16* p, int count = kChunk) {
 #endif
 }
 
+// How sums begin and end that are floats all the way. A row's values so far, times `factor`, are what the weighted
+// values of a tile are added to; `unit` is that of scaled weights.
+struct FloatSums {
+  using Sum = Vec;  // of a score, lane by lane
+  using ValueSums = Chunk;
+  static constexpr bool kScaled = false;  // operands have a unit of their own in each row
+
+  static PAGED_KV_INLINE Vec to_floats(Vec sum) { return sum; }
+  static PAGED_KV_INLINE Chunk start(const Chunk& before, float factor) {
+    return {before.low * factor, before.high * factor};
+  }
+  static PAGED_KV_INLINE Chunk end(const Chunk& sums, const Chunk&, float, float) { return sums; }
+};
+
 template <class T>
-struct FloatProducts {
+struct FloatProducts : FloatSums {
   using Element = T;
   using Key = Chunk;
   using Value = Chunk;
@@ -143,8 +158,8 @@ struct FloatProducts {
   }
 
   // A query row into scratch memory, with zeros up to a whole chunk. Its dtype is the cache's own, unless that is
-  // quantised.
-  static void load_query(const void* row, DType dtype, int64_t head_dim, Operand* query) {
+  // quantised. Returns the unit of its elements.
+  static float load_query(const void* row, DType dtype, int64_t head_dim, Operand* query) {
     auto copy = [&](const auto* p, auto load_as) -> Error {
       for (int64_t i = 0; i < head_dim; i += kChunk) {
         const Chunk chunk = load_as(p + i, static_cast<int>(head_dim - i < kChunk ? head_dim - i : kChunk));
@@ -161,6 +176,7 @@ struct FloatProducts {
         return copy(static_cast<const Q*>(row), [](const Q* p, int count) { return load_chunk(p, count); });
       });
     }
+    return 1.0f;
   }
 
   static PAGED_KV_INLINE void store_weights(Operand* p, Vec weights) { store(p, weights); }
@@ -169,7 +185,7 @@ struct FloatProducts {
 #ifdef __AVX512BF16__
 // Each lane adds the products of two pairs of bfloat16, in float32 and without rounding in between. For values the pair
 // is one element of two neighbouring tokens, and weights are rounded to bfloat16.
-struct BFloat16Products {
+struct BFloat16Products : FloatSums {
   using Element = BFloat16;
   using Key = UintVec;
   struct Value {
@@ -227,12 +243,13 @@ struct BFloat16Products {
     store_in_order(out, in_order, count);
   }
 
-  static void load_query(const void* row, DType, int64_t head_dim, Operand* query) {
+  static float load_query(const void* row, DType, int64_t head_dim, Operand* query) {
     const auto* p = static_cast<const BFloat16*>(row);
     for (int64_t i = 0; i < head_dim; i += kChunk) {
       const UintVec words = load_words(p + i, static_cast<int>(head_dim - i < kChunk ? head_dim - i : kChunk));
       detail::store_bits(query + i, words, kWidth);
     }
+    return 1.0f;
   }
 
   static PAGED_KV_INLINE void store_weights(Operand* p, Vec weights) { store(p, weights); }

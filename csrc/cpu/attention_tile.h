@@ -48,6 +48,7 @@ struct ScoreRule {
   float slope;           // 0: no ALiBi
   const float* k_scale;  // [kTile], or null
   const float* v_scale;  // [kTile], or null; multiplies the weights, once their sum is taken
+  float unit = 1.0f;     // of the dot products, where operands are scaled
 };
 
 inline bool varies_by_token(const ScaleView& scale) {
@@ -62,42 +63,68 @@ inline float head_scale(const ScaleView& scale, int64_t head) {
 // Turns the dot products of one row with the keys of a tile into softmax weights, for those in `keys`, which is not
 // empty and counts from the start of the tile; `distance` is the first key's position less the query's. Weights beside
 // `keys` are zero as far as its vectors reach, and unspecified beyond. Returns what to multiply the row's values so far
-// by.
+// by. Where operands are scaled, the weights replace the scores, too, and `weight_unit` is their unit; if that is
+// infinite, they are only there.
 template <class P>
 float softmax_tile(SoftmaxState& state, float* scores, typename P::Operand* weights, const KeyRange& keys,
-                   float distance, const ScoreRule& rule) {
+                   float distance, const ScoreRule& rule, [[maybe_unused]] float* weight_unit = nullptr) {
   const int begin = static_cast<int>(keys.begin), end = static_cast<int>(keys.end);
   const int first = begin / kWidth * kWidth;
   // Selects v in the lanes that belong to `keys`, `other` beside them.
   auto select = [&](int i, Vec v, float other) __attribute__((always_inline)) {
-    if (i >= begin && i + kWidth <= end) return v;
     const IntVec key = iota() + i;
     return (key >= begin) & (key < end) ? v : splat(other);
   };
+  const bool whole = first == begin && end % kWidth == 0;  // vectors
 
   Vec largest = splat(-kInfinity);
   IntVec not_a_number{};
-  for (int i = first; i < end; i += kWidth) {
-    Vec score = load(scores + i) * rule.factor * P::kUnit;  // not factor * kUnit, which may overflow
-    if (rule.k_scale != nullptr) score *= load(rule.k_scale + i);
-    if (rule.softcap > 0) score = rule.softcap * tanh(score / rule.softcap);
-    if (rule.slope != 0) score += rule.slope * (__builtin_convertvector(iota() + i, Vec) + distance);
-    score = select(i, score, -kInfinity);
+  auto add_score = [&](int i, Vec score) __attribute__((always_inline)) {
     largest = max(score, largest);
     not_a_number |= score != score;
     store(scores + i, score);
+  };
+  auto dot_product = [&](int i) __attribute__((always_inline)) {
+    Vec dot = load(scores + i);
+    if constexpr (P::kScaled) dot *= rule.unit;
+    return dot * rule.factor * P::kUnit;  // not factor * kUnit, which may overflow
+  };
+  if (whole && rule.k_scale == nullptr && rule.softcap == 0 && rule.slope == 0) {
+    for (int i = first; i < end; i += kWidth) add_score(i, dot_product(i));
+  } else {
+    for (int i = first; i < end; i += kWidth) {
+      Vec score = dot_product(i);
+      if (rule.k_scale != nullptr) score *= load(rule.k_scale + i);
+      if (rule.softcap > 0) score = rule.softcap * tanh(score / rule.softcap);
+      if (rule.slope != 0) score += rule.slope * (__builtin_convertvector(iota() + i, Vec) + distance);
+      add_score(i, select(i, score, -kInfinity));
+    }
   }
   const float factor = state.advance(any(not_a_number) ? kNaN : reduce_max(largest));
 
   const float shift = shift_of(state.max);
   Vec sum{};
+  IntVec heaviest{};  // as bits, of which those of NaN are the largest
   for (int i = first; i < end; i += kWidth) {
     Vec weight = exp(load(scores + i) - shift);
     sum += weight;
-    if (rule.v_scale != nullptr) weight *= select(i, load(rule.v_scale + i), 0.0f);
-    P::store_weights(weights + i, weight);
+    if (rule.v_scale != nullptr) {
+      const Vec scale = load(rule.v_scale + i);
+      weight *= whole ? scale : select(i, scale, 0.0f);
+    }
+    if constexpr (P::kScaled) {
+      heaviest = max(reinterpret_cast<IntVec>(abs(weight)), heaviest);
+      store(scores + i, weight);
+    } else {
+      P::store_weights(weights + i, weight);
+    }
   }
   state.sum += reduce_add(sum);
+  if constexpr (P::kScaled) {
+    *weight_unit = P::unit_for(from_bits(splat(static_cast<uint32_t>(reduce_max(heaviest))))[0]);
+    const float inverse = P::inverse_of(*weight_unit);
+    for (int i = first; i < end; i += kWidth) P::store_weights(weights + i, load(scores + i) * inverse);
+  }
   return factor;
 }
 

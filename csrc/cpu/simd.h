@@ -52,7 +52,8 @@ PAGED_KV_INLINE UintVec bits_of(Vec v) { return reinterpret_cast<UintVec>(v); }
 PAGED_KV_INLINE Vec from_bits(UintVec v) { return reinterpret_cast<Vec>(v); }
 
 // v, in a register where those are few.
-PAGED_KV_INLINE Vec keep(Vec v) {
+template <class V>
+PAGED_KV_INLINE V keep(V v) {
 #if PAGED_KV_WIDTH == 8
   return keep_in_register(v);
 #else
@@ -83,10 +84,24 @@ PAGED_KV_INLINE Vec fma(Vec a, Vec b, Vec c) {
 }
 
 // The larger; b where one of them is NaN.
-PAGED_KV_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+PAGED_KV_INLINE Vec max(Vec a, Vec b) {
+#if PAGED_KV_WIDTH == 8
+  return _mm256_max_ps(a, b);  // which GCC does not see in a comparison and a choice
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // The smaller; b where one of them is NaN.
-PAGED_KV_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+PAGED_KV_INLINE Vec min(Vec a, Vec b) {
+#if PAGED_KV_WIDTH == 8
+  return _mm256_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+PAGED_KV_INLINE IntVec max(IntVec a, IntVec b) { return a > b ? a : b; }
 
 PAGED_KV_INLINE Vec abs(Vec v) { return from_bits(bits_of(v) & 0x7fffffffu); }
 
@@ -346,38 +361,59 @@ PAGED_KV_INLINE void store(int8_t* p, Vec v, int count = kWidth) {
 
 namespace detail {
 
-// Lane i of the result is lanes (2i, 2i + 1) of a, then of b, added, within each group of four lanes.
-PAGED_KV_INLINE Vec add_neighbours(Vec a, Vec b) {
+// Two vectors of one width, V, as one: in each group of four lanes, lanes kA0 and kA1 of a, then kB0 and kB1 of b.
+template <int kA0, int kA1, int kB0, int kB1, class V>
+PAGED_KV_INLINE V shuffle(V a, V b) {
 #if PAGED_KV_WIDTH == 16
-  return Vec(_mm512_shuffle_ps(a, b, 0x88)) + Vec(_mm512_shuffle_ps(a, b, 0xdd));
+  return V(_mm512_shuffle_ps(Vec(a), Vec(b), kA0 | kA1 << 2 | kB0 << 4 | kB1 << 6));
 #elif PAGED_KV_WIDTH == 8
-  return _mm256_hadd_ps(a, b);
+  return V(_mm256_shuffle_ps(Vec(a), Vec(b), kA0 | kA1 << 2 | kB0 << 4 | kB1 << 6));
 #else
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+  return __builtin_shufflevector(a, b, kA0, kA1, 4 + kB0, 4 + kB1);
 #endif
 }
 
+// The same with lanes 0 and 1 of a, and lanes 2 and 3 of b, which is cheaper than a shuffle.
+template <class V>
+PAGED_KV_INLINE V outer_pairs(V a, V b) {
+#if PAGED_KV_WIDTH == 8
+  return V(_mm256_blend_ps(Vec(a), Vec(b), 0xcc));
+#else
+  return shuffle<0, 1, 2, 3>(a, b);
+#endif
+}
+
+// In each group of four lanes i: sums over the group's lanes of a, b, c and d.
+template <class V>
+PAGED_KV_INLINE V add_quads(V a, V b, V c, V d) {
+  const V ab = outer_pairs(a, b) + shuffle<2, 3, 0, 1>(a, b), cd = outer_pairs(c, d) + shuffle<2, 3, 0, 1>(c, d);
+  return shuffle<0, 2, 0, 2>(ab, cd) + shuffle<1, 3, 1, 3>(ab, cd);
+}
+
+#if PAGED_KV_WIDTH == 16
+// Groups of four lanes (2i, 2i + 1) of a, then of b, added.
+template <class V>
+PAGED_KV_INLINE V add_neighbour_quads(V a, V b) {
+  return V(_mm512_shuffle_f32x4(Vec(a), Vec(b), 0x88)) + V(_mm512_shuffle_f32x4(Vec(a), Vec(b), 0xdd));
+}
+#endif
+
 }  // namespace detail
 
-// sums[i] = the sum over the lanes of v[i], for kWidth vectors at once. A tree, the same for every i.
-PAGED_KV_INLINE Vec sum_each(const Vec (&v)[kWidth]) {
-  using detail::add_neighbours;
+// sums[i] = the sum over the lanes of v[i], for kWidth vectors of floats or integers at once. A tree, the same for
+// every i.
+template <class V>
+PAGED_KV_INLINE V sum_each(const V (&v)[kWidth]) {
+  V quads[kWidth / 4];
+  for (int i = 0; i < kWidth; i += 4) quads[i / 4] = detail::add_quads(v[i], v[i + 1], v[i + 2], v[i + 3]);
 #if PAGED_KV_WIDTH == 16
-  Vec quads[4];  // quads[i], four lanes j: sums over lanes 4j..4j+3 of v[4i], v[4i + 1], v[4i + 2], v[4i + 3]
-  for (int i = 0; i < 4; ++i) {
-    quads[i] = add_neighbours(add_neighbours(v[4 * i], v[4 * i + 1]), add_neighbours(v[4 * i + 2], v[4 * i + 3]));
-  }
-  const Vec ab = Vec(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88)) +  //
-                 Vec(_mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
-  const Vec cd = Vec(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88)) +  //
-                 Vec(_mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
-  return Vec(_mm512_shuffle_f32x4(ab, cd, 0x88)) + Vec(_mm512_shuffle_f32x4(ab, cd, 0xdd));
+  using detail::add_neighbour_quads;
+  return add_neighbour_quads(add_neighbour_quads(quads[0], quads[1]), add_neighbour_quads(quads[2], quads[3]));
 #elif PAGED_KV_WIDTH == 8
-  const Vec low = add_neighbours(add_neighbours(v[0], v[1]), add_neighbours(v[2], v[3]));
-  const Vec high = add_neighbours(add_neighbours(v[4], v[5]), add_neighbours(v[6], v[7]));
-  return Vec(_mm256_permute2f128_ps(low, high, 0x20)) + Vec(_mm256_permute2f128_ps(low, high, 0x31));
+  const Vec a = Vec(quads[0]), b = Vec(quads[1]);
+  return V(_mm256_blend_ps(a, b, 0xf0)) + V(_mm256_permute2f128_ps(a, b, 0x21));
 #else
-  return add_neighbours(add_neighbours(v[0], v[1]), add_neighbours(v[2], v[3]));
+  return quads[0];
 #endif
 }
 
@@ -409,6 +445,13 @@ PAGED_KV_INLINE float reduce_max(Vec v) {
   return detail::fold(v, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); })[0];
 }
 
+PAGED_KV_INLINE int32_t reduce_max(IntVec v) {
+  auto larger = [](Vec a, Vec b) __attribute__((always_inline)) {
+    return reinterpret_cast<Vec>(max(reinterpret_cast<IntVec>(a), reinterpret_cast<IntVec>(b)));
+  };
+  return reinterpret_cast<IntVec>(detail::fold(reinterpret_cast<Vec>(v), larger))[0];
+}
+
 // Whether any lane of a comparison's result holds.
 PAGED_KV_INLINE bool any(IntVec mask) {
   auto either = [](Vec a, Vec b) __attribute__((always_inline)) { return from_bits(bits_of(a) | bits_of(b)); };
@@ -418,8 +461,9 @@ PAGED_KV_INLINE bool any(IntVec mask) {
 // ---------------------------------------------------------------------------------------------------------------
 // Functions
 
-// e^x within 1 ulp for x <= 88; NaN for NaN, and 0 for -inf alone: below -87.3 it stays at the smallest normal number,
-// so that the weight of a finite score times an infinite value is infinite, as in exact arithmetic, and never NaN.
+// e^x within 1.1 ulp for x <= 88; NaN for NaN, and 0 for -inf alone: below -87.3 it stays at the smallest normal
+// number, so that the weight of a finite score times an infinite value is infinite, as in exact arithmetic, and never
+// NaN.
 PAGED_KV_INLINE Vec exp(Vec x) {
   constexpr float kLowest = -87.33654f;
   constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
@@ -429,16 +473,16 @@ PAGED_KV_INLINE Vec exp(Vec x) {
   // ln 2 in two parts, so that n * ln 2 is exact to beyond float32. (Cody and Waite.)
   Vec r = fma(n, splat(-0.693359375f), bounded);
   r = fma(n, splat(2.12194440e-4f), r);
-  // Minimax polynomial of (e^r - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2]. (Cephes, expf.)
-  Vec p = splat(1.9875691500e-4f);
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r) + 1.0f;
-  const Vec power = from_bits(bits_of(p) + (bits_of(shifted) << 23));
-  return x > -kInfinity ? power : (x == x ? splat(0.0f) : x);
+  // Minimax polynomial of (e^r - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2]. (Cephes, expf.) By pairs of terms, since what
+  // limits a loop of exponentials is how many of their chains of dependent operations are in flight.
+  const Vec square = r * r;
+  const Vec high = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+  const Vec middle = fma(splat(8.3334519073e-3f), r, splat(4.1665795894e-2f));
+  const Vec low = fma(splat(1.6666665459e-1f), r, splat(5.0000001201e-1f));
+  const Vec p = fma(fma(fma(high, square, middle), square, low), square, r);
+  // Multiplied, where adding to the exponent would do for numbers, so that NaN stays NaN.
+  const Vec power = from_bits((bits_of(shifted) << 23) + 0x3f800000u);
+  return from_bits(bits_of(fma(p, power, power)) & reinterpret_cast<UintVec>(x != -kInfinity));
 }
 
 // tanh within 2 ulp, near zero too, where the quotient of exponentials would lose all digits. (Cephes, tanhf.)

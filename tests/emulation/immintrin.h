@@ -6,8 +6,10 @@
 #include_next <immintrin.h>
 
 #define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512/cvt.h>
 #include <simde/x86/avx512/dpbf16.h>
 #include <simde/x86/avx512/fmadd.h>
+#include <simde/x86/avx512/madd.h>
 #include <simde/x86/avx512/shuffle.h>
 #include <simde/x86/avx512/unpackhi.h>
 #include <simde/x86/avx512/unpacklo.h>
