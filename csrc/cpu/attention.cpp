@@ -121,19 +121,25 @@ void work(Job<P>& job, int64_t worker) {
   const AttentionParams& p = job.params;
   Arena arena(job.scratch + worker * job.scratch_size);
   WorkerScratch<P> scratch(arena, p, job.plan);
-  for (int64_t k = 0; k < job.num_workers; ++k) {
-    const int64_t owner = (worker + k) % job.num_workers;
-    auto next = [&] {
-      return owner + job.num_workers * job.counters[owner].taken.fetch_add(1, std::memory_order_relaxed);
-    };
-    for (int64_t i = next(); i < job.plan.num_items; i = next()) {
+  int64_t helped = 0;  // workers, this one first, of whose items none is left
+  auto claim = [&]() -> PlannedItem {
+    for (; helped < job.num_workers; ++helped) {
+      const int64_t owner = (worker + helped) % job.num_workers;
+      const int64_t i = owner + job.num_workers * job.counters[owner].taken.fetch_add(1, std::memory_order_relaxed);
+      if (i >= job.plan.num_items) continue;
       const WorkItem& item = job.plan.items[i];
-      const SequencePlan& sequence = job.plan.sequences[item.seq];
-      if (sequence.is_decode) {
-        decode_item<P>(p, sequence, item, job.workspace, scratch.decode);
-      } else {
-        prefill_item<Fallback<P>>(p, sequence, item, scratch.prefill);
-      }
+      return {&job.plan.sequences[item.seq], &item};
+    }
+    return {nullptr, nullptr};
+  };
+  for (PlannedItem now = claim(); now.item != nullptr;) {
+    if (now.plan->is_decode) {
+      PlannedItem next;
+      decode_item<P>(p, *now.plan, *now.item, job.workspace, scratch.decode, [&] { return next = claim(); });
+      now = next;
+    } else {
+      prefill_item<Fallback<P>>(p, *now.plan, *now.item, scratch.prefill);
+      now = claim();
     }
   }
 }
