@@ -155,6 +155,10 @@ def paged_attention(
     partial results merged (Flash-Decoding: Dao et al., 2023). Softcap as in Gemma 2 (2024), ALiBi: Press et
     al., ICLR 2022, sinks as in gpt-oss (2025).
 
+    Products are of the inputs' exact values, summed in float32, but for decode with bfloat16 queries over an
+    int8 cache: where a CPU kernel multiplies 16-bit integers, elements below 1/128 of their query row's
+    largest are rounded to 2^-14 of it at most.
+
     Args:
         query: ``[T, Hq, D]``, last dimension contiguous. The cache's dtype, or any of float32, float16 and
             bfloat16 over a quantised cache.
