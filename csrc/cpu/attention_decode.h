@@ -186,7 +186,8 @@ PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const f
       for (int i = 0; i < P::kPair; ++i) fetch->template beside_value<kRows, kChunks * kChunk>(t + i, d);
     }
     typename P::Value value[kChunks];
-    for (int c = 0; c < kChunks; ++c) value[c] = load_values(d + c * kChunk);
+    for (int c = 0; c < kChunks - 1; ++c) value[c] = load_values(d + c * kChunk, kChunk);
+    value[kChunks - 1] = load_values(d + (kChunks - 1) * kChunk, chunk);
     for (int r = 0; r < kRows; ++r) {
       const auto weight = load_operand(weights + r * kTile + t);
       for (int c = 0; c < kChunks; ++c) P::add_value(sums[r][c], value[c], weight);
@@ -195,17 +196,17 @@ PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const f
   if constexpr (P::kPair == 1) {
     for (int t = begin; t < end; ++t) {
       const auto* row = value_head + offsets[t];
-      add_step(t, [&](int64_t at) { return P::load_value(row + at, chunk); }, P::load_operand);
+      add_step(t, [&](int64_t at, int n) { return P::load_value(row + at, n); }, P::load_operand);
     }
   } else {
     int t = begin;
     for (; t + 1 < end; t += 2) {
       const auto *first = value_head + offsets[t], *second = value_head + offsets[t + 1];
-      add_step(t, [&](int64_t at) { return P::load_values(first + at, second + at, chunk); }, P::load_operand);
+      add_step(t, [&](int64_t at, int n) { return P::load_values(first + at, second + at, n); }, P::load_operand);
     }
     if (t < end) {
       const auto* row = value_head + offsets[t];
-      add_step(t, [&](int64_t at) { return P::load_value(row + at, chunk); }, P::load_last_operand);
+      add_step(t, [&](int64_t at, int n) { return P::load_value(row + at, n); }, P::load_last_operand);
     }
   }
   for_each_sum([&](int r, const typename P::ValueSums& sum, float* so_far) __attribute__((always_inline)) {
@@ -215,23 +216,20 @@ PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const f
   });
 }
 
-template <class P, int kRows>
+template <class P, int kRows, int kChunks = kSums / 2 / kRows>
 void add_values(float* values, int64_t padded_dim, int64_t head_dim, const float* factors, const float* units,
                 const typename P::Operand* weights, const typename P::Element* value_head, const int64_t* offsets,
-                int begin, int end, const Fetch<typename P::Element>* fetch) {
-  constexpr int kChunks = kSums / 2 / kRows;
-  int64_t d = 0;
-  for (; d + kChunks * kChunk <= head_dim; d += kChunks * kChunk) {
+                int begin, int end, const Fetch<typename P::Element>* fetch, int64_t d = 0) {
+  auto add = [&](int chunk) __attribute__((always_inline)) {
     add_value_chunks<P, kRows, kChunks>(values, padded_dim, factors, units, weights, value_head, offsets, begin, end, d,
-                                        kChunk, fetch);
-  }
-  for (; d + kChunk <= head_dim; d += kChunk) {
-    add_value_chunks<P, kRows, 1>(values, padded_dim, factors, units, weights, value_head, offsets, begin, end, d,
-                                  kChunk, fetch);
-  }
-  if (d < head_dim) {
-    add_value_chunks<P, kRows, 1>(values, padded_dim, factors, units, weights, value_head, offsets, begin, end, d,
-                                  static_cast<int>(head_dim - d), fetch);
+                                        chunk, fetch);
+  };
+  for (; d + kChunks * kChunk <= head_dim; d += kChunks * kChunk) add(kChunk);
+  if (d + (kChunks - 1) * kChunk < head_dim) return add(static_cast<int>(head_dim - d) - (kChunks - 1) * kChunk);
+  // What is left in one pass, too, as the fewer sums there are, the longer each multiply-add waits for the one before.
+  if constexpr (kChunks > 1) {
+    add_values<P, kRows, kChunks - 1>(values, padded_dim, head_dim, factors, units, weights, value_head, offsets, begin,
+                                      end, fetch, d);
   }
 }
 
