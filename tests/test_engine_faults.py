@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import math
 import signal
 import sys
 import threading
@@ -390,3 +391,46 @@ def test_a_logits_processor_that_raises_ends_its_own_request_only(model, prompts
     assert rude.finish_reason is FinishReason.ERROR
     assert answers_of(polite) == expected
     assert_whole(llm)
+
+
+@pytest.mark.parametrize("asked", SHORT[:2], ids=["samples", "beams"])
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (lambda ids, scores: None, "a logits processor: expected scores [1, 128], got None"),
+        (lambda ids, scores: scores[:, :3], "a logits processor: expected scores [1, 128], got [1, 3]"),
+        (
+            lambda ids, scores: scores * math.nan,
+            "logits processors: expected a finite score and none that is NaN",
+        ),
+        (lambda ids, scores: scores * 0 + math.inf, "logits processors: expected a finite score"),
+        (lambda ids, scores: scores * 0 - math.inf, "logits processors: expected a finite score"),
+    ],
+    ids=["none", "shape", "nan", "inf", "nothing"],
+)
+def test_what_a_logits_processor_gives_ends_its_own_request_only(
+    model, prompts, expected, asked, processor, message
+):
+    llm = new_llm(model)
+    rude = llm.engine.add_request(prompts[0], dataclasses.replace(asked, logits_processors=[processor]))
+    polite = add_all(llm, prompts, run=True)
+    assert rude.error.startswith(message)
+    assert answers_of(polite) == expected
+    assert_whole(llm)
+
+
+def test_a_logits_processor_may_write_to_what_it_gets(model, prompts):
+    def in_place(ids, scores):
+        scores[:, ::2] = -math.inf
+        return scores
+
+    def anew(ids, scores):
+        return in_place(ids, scores.clone())
+
+    asked = SamplingParams(max_tokens=6, n=3, temperature=1.0, seed=5, logprobs=3)
+    told = [
+        new_llm(model).generate(prompts[:1], dataclasses.replace(asked, logits_processors=[processor]))
+        for processor in (in_place, anew)
+    ]
+    assert told[0] == told[1]
+    assert told[0][0].error is None

@@ -38,11 +38,18 @@ def sample(
 def process(scores: Tensor, sequences: list[Sequence], processors: list[LogitsProcessor]) -> Tensor:
     """`[S, vocab_size]` scores of the next token of sequences of equal length, after all processors."""
     ids = torch.tensor([sequence.token_ids for sequence in sequences], device=scores.device)
-    try:
-        for processor in processors:
+    shape = scores.shape
+    scores = scores.clone()  # many processors write to what they get, which others read yet
+    for processor in processors:
+        try:
             scores = processor(ids, scores)
-    except Exception as error:
-        raise ProcessorError(f"a logits processor raised {error!r}") from error
+        except Exception as error:
+            raise ProcessorError(f"a logits processor raised {error!r}") from error
+        if not isinstance(scores, Tensor) or scores.shape != shape:
+            got = list(scores.shape) if isinstance(scores, Tensor) else repr(scores)
+            raise ProcessorError(f"a logits processor: expected scores {list(shape)}, got {got}")
+    if not scores.amax().isfinite():  # NaN where there is any
+        raise ProcessorError("logits processors: expected a finite score and none that is NaN or +inf")
     return scores
 
 
