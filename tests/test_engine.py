@@ -294,6 +294,10 @@ def test_settings_and_arguments_are_checked_by_name(model, prompts):
         new_llm(model).generate("text")
     with pytest.raises(TypeError, match="prompts: expected texts or lists of token ids, got 5"):
         new_llm(model).generate([5, 6])
+    with pytest.raises(TypeError, match="prompts: expected texts or lists of token ids, got b'text' among"):
+        new_llm(model).generate([b"text"])
+    with pytest.raises(ValueError, match="salt: expected text that UTF-8 can encode, got"):
+        new_llm(model).generate(prompts, salt="\udce9")
 
 
 def test_the_pool_may_be_sized_in_bytes(model):

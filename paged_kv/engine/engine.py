@@ -128,6 +128,8 @@ class Engine:
             raise TypeError(f"priority: expected an integer, got {priority!r}")
         if not isinstance(salt, str | None):
             raise TypeError(f"salt: expected a text or None, got {salt!r}")
+        if salt is not None and any("\ud800" <= character <= "\udfff" for character in salt):
+            raise ValueError(f"salt: expected text that UTF-8 can encode, got {salt!r}")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop: expected no texts where there is no tokenizer, got {params.stop!r}")
         stop = params.stop_token_ids if params.ignore_eos else self.eos_token_ids.union(params.stop_token_ids)

@@ -232,7 +232,7 @@ class LLM:
                 f"params: expected one or {len(prompts)}, one for each prompt, got {len(params)}"
             )
         for prompt in prompts:
-            if not isinstance(prompt, (str, Sequence)):
+            if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, (bytes, bytearray, memoryview)):
                 raise TypeError(f"prompts: expected texts or lists of token ids, got {prompt!r} among them")
         ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
