@@ -411,6 +411,13 @@ def test_quantised_caches_answer_from_their_blocks(model, prompts, dtype):
     assert_whole(llm)
 
 
+def test_a_cache_of_another_float_is_refused_at_once(model):
+    with pytest.raises(
+        ValueError, match=r"dtype: expected the model's own, torch.float32, or a quantised one"
+    ):
+        new_llm(model, cache_dtype=torch.float16)
+
+
 def test_packed_weights_answer_alike(prompts):
     model = tiny_model("llama-mha")  # its layers have biases
     logits = []

@@ -94,12 +94,17 @@ class PagedModel:
         """A cache for this model's layers, beside its weights, sized in blocks or in bytes.
 
         dtype: of keys and values: the model's own by default, or a quantised one.
+
+        Raises ValueError for another dtype, and as PagedKVCache does.
         """
+        own = self.layers[0].dtype
+        if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 and dtype != own:
+            raise ValueError(f"dtype: expected the model's own, {own}, or a quantised one, got {dtype}")
         return PagedKVCache(
             len(self.layers),
             [layer.num_kv_heads for layer in self.layers],
             [layer.head_dim for layer in self.layers],
-            dtype or self.layers[0].dtype,
+            dtype or own,
             block_size,
             num_blocks=num_blocks,
             memory=memory,
