@@ -199,7 +199,8 @@ def paged_attention(
     args += (max_query_len, max_seq_len, scale)
     # Each argument costs 0.1 us to hand over, so the defaults are left to the schema.
     without = alibi_slopes is None and sinks is None and k_scale is None and v_scale is None
-    if not without or causal is not True or window != -1 or softcap != 0:
+    usual = causal is True and window == -1 and softcap == 0
+    if not (without and usual and type(window) is int and type(softcap) is not bool):
         args += (causal, window, softcap, alibi_slopes, sinks, k_scale, v_scale)
     if out is None and lse is None:
         return _ops.paged_attention.default(*args)

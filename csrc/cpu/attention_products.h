@@ -46,7 +46,14 @@ PAGED_KV_INLINE Chunk load_float8(const T* p, int count) {
   return {_mm256_cvtph_ps(_mm_unpacklo_epi8(a, b)), _mm256_cvtph_ps(_mm_unpackhi_epi8(a, b))};
 #else
   typedef uint16_t Halves __attribute__((vector_size(2 * kChunk)));
-  const Halves halves = __builtin_convertvector(high, Halves) << 8 | __builtin_convertvector(low, Halves);
+#if PAGED_KV_WIDTH == 16  // where GCC 12 puts a vector of 64 bytes together from quarters
+  auto widen = [](Bytes b) __attribute__((always_inline)) {
+    return reinterpret_cast<Halves>(_mm512_cvtepu8_epi16(reinterpret_cast<__m256i>(b)));
+  };
+#else
+  auto widen = [](Bytes b) __attribute__((always_inline)) { return __builtin_convertvector(b, Halves); };
+#endif
+  const Halves halves = widen(high) << 8 | widen(low);
   Uint16Vec parts[2];
   std::memcpy(parts, &halves, sizeof(halves));
   return {detail::from_halves(parts[0]), detail::from_halves(parts[1])};

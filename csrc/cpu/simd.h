@@ -303,6 +303,8 @@ PAGED_KV_INLINE Vec load(const int8_t* p, int count = kWidth) {
   const auto bytes = detail::load_bits<Int8Vec>(p, count);
 #if PAGED_KV_WIDTH == 8
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(reinterpret_cast<int64_t>(bytes))));
+#elif PAGED_KV_WIDTH == 16
+  return __builtin_convertvector(reinterpret_cast<IntVec>(_mm512_cvtepi8_epi32(reinterpret_cast<__m128i>(bytes))), Vec);
 #else
   // By way of 16 bits, because GCC 12 takes the lanes apart one by one where a conversion skips a width.
   return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Int16Vec), IntVec), Vec);

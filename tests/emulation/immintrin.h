@@ -53,6 +53,21 @@ inline __m256i to_half(uint32_t mask, simde__m512 v) {
   return load<__m256i, uint16_t>(mask, halves);
 }
 
+inline simde__m512i join(__m256i low, __m256i high) {
+  const __m256i parts[2] = {low, high};
+  simde__m512i v;
+  std::memcpy(&v, parts, sizeof(v));
+  return v;
+}
+
+inline simde__m512i widen_int8(__m128i v) {
+  return join(_mm256_cvtepi8_epi32(v), _mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)));
+}
+
+inline simde__m512i widen_uint8(__m256i v) {
+  return join(_mm256_cvtepu8_epi16(_mm256_castsi256_si128(v)), _mm256_cvtepu8_epi16(_mm256_extracti128_si256(v, 1)));
+}
+
 }  // namespace emulation
 
 #undef _mm512_maskz_loadu_epi32
@@ -71,6 +86,8 @@ inline __m256i to_half(uint32_t mask, simde__m512 v) {
 #define _mm512_mask_storeu_epi32(memory, mask, v) emulation::store<simde__m512i, uint32_t>(memory, mask, v)
 #define _mm256_mask_storeu_epi16(memory, mask, v) emulation::store<__m256i, uint16_t>(memory, mask, v)
 #define _mm_mask_storeu_epi8(memory, mask, v) emulation::store<__m128i, uint8_t>(memory, mask, v)
+#define _mm512_cvtepi8_epi32(v) emulation::widen_int8(v)
+#define _mm512_cvtepu8_epi16(v) emulation::widen_uint8(v)
 #define _mm512_maskz_cvtph_ps(mask, v) emulation::from_half(mask, v)
 #define _mm512_maskz_cvtps_ph(mask, v, rounding) emulation::to_half<rounding>(mask, v)
 
