@@ -18,7 +18,7 @@ namespace paged_kv::cpu::PAGED_KV_ISA {
 // Sums that stay in registers: half of them, so that as many are left for operands.
 inline constexpr int kSums = kWidth == 16 ? 16 : 8;
 
-// What computes the rows that a policy of scaled operands has no unit for.
+// What scores the rows that a policy of scaled query rows has no unit for.
 template <class P>
 struct FallbackOf {
   using type = P;
@@ -40,28 +40,21 @@ struct DecodeScratch {
   float* values;                               // [heads of the item][rows][padded_dim], in lane order
   SoftmaxState* states;                        // [heads of the item][rows]
   float* scores;                               // [rows][kTile]
-  Operand* weights;                            // [rows][kTile]
+  typename P::Weight* weights;                 // [rows][kTile]
   float* factors;                              // [rows]
-  float *query_units, *weight_units;           // [heads of the item][rows] and [rows], where operands are scaled
+  float* query_units;                          // [heads of the item][rows], where query rows are scaled
   FallbackOperand* fallback_query;             // as query, where that has no unit
   KeyRange* keys;                              // [rows]
   float *k_scale, *v_scale;                    // [kTile]
   TokenOffsets<kTile>*offsets, *next_offsets;  // of this tile and the next
 
-  // What policy Q, which is P or its fallback, multiplies keys and values by. Float weights replace their scores.
+  // What policy Q, which is P or its fallback, multiplies keys by.
   template <class Q>
   const typename Q::Operand* query_of() const {
     if constexpr (std::is_same_v<Q, P>)
       return query;
     else
       return fallback_query;
-  }
-  template <class Q>
-  const typename Q::Operand* weights_of() const {
-    if constexpr (std::is_same_v<Q, P>)
-      return weights;
-    else
-      return scores;
   }
 
   // rows = padded_rows(...), summed over the heads of an item in `all_rows`.
@@ -70,10 +63,9 @@ struct DecodeScratch {
         values(arena.take<float>(all_rows * padded_dim)),
         states(arena.take<SoftmaxState>(all_rows)),
         scores(arena.take<float>(rows * kTile)),
-        weights(arena.take<Operand>(rows * kTile)),
+        weights(arena.take<typename P::Weight>(rows * kTile)),
         factors(arena.take<float>(rows)),
         query_units(arena.take<float>(P::kScaled ? all_rows : 0)),
-        weight_units(arena.take<float>(P::kScaled ? rows : 0)),
         fallback_query(arena.take<FallbackOperand>(P::kScaled ? all_rows * padded_dim : 0)),
         keys(arena.take<KeyRange>(rows)),
         k_scale(arena.take<float>(kTile)),
@@ -166,20 +158,21 @@ void score_rows(const typename P::Operand* query, int64_t padded_dim, int64_t he
 }
 
 // values[r][d..] = values[r][d..] * factors[r] + weights[r] . value[d..] over the tokens [begin, end), for kRows rows
-// and kChunks chunks of d, the last of `chunk` elements. `units` are those of scaled weights. `fetch` may be null.
+// and kChunks chunks of d, the last of `chunk` elements. `fetch` may be null.
 template <class P, int kRows, int kChunks>
-PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const float* factors, const float* units,
-                                      const typename P::Operand* weights, const typename P::Element* value_head,
+PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const float* factors,
+                                      const typename P::Weight* weights, const typename P::Element* value_head,
                                       const int64_t* offsets, int begin, int end, int64_t d, int chunk,
                                       const Fetch<typename P::Element>* fetch) {
-  typename P::ValueSums sums[kRows][kChunks];
+  Chunk sums[kRows][kChunks];
   auto for_each_sum = [&](auto f) __attribute__((always_inline)) {
     for (int r = 0; r < kRows; ++r) {
       for (int c = 0; c < kChunks; ++c) f(r, sums[r][c], values + r * padded_dim + d + c * kChunk);
     }
   };
-  for_each_sum([&](int r, typename P::ValueSums& sum, const float* so_far)
-                   __attribute__((always_inline)) { sum = P::start(load_chunk(so_far), factors[r]); });
+  for_each_sum([&](int r, Chunk& sum, const float* so_far) __attribute__((always_inline)) {
+    sum = {load(so_far) * factors[r], load(so_far + kWidth) * factors[r]};
+  });
   auto add_step = [&](int t, auto load_values, auto load_operand) __attribute__((always_inline)) {
     if (fetch != nullptr) {
       for (int i = 0; i < P::kPair; ++i) fetch->template beside_value<kRows, kChunks * kChunk>(t + i, d);
@@ -208,27 +201,26 @@ PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const f
       add_step(t, [&](int64_t at, int n) { return P::load_value(row + at, n); }, P::load_last_operand);
     }
   }
-  for_each_sum([&](int r, const typename P::ValueSums& sum, float* so_far) __attribute__((always_inline)) {
-    const auto [low, high] = P::end(sum, load_chunk(so_far), factors[r], P::kScaled ? units[r] : 1.0f);
-    store(so_far, low);
-    store(so_far + kWidth, high);
+  for_each_sum([&](int, const Chunk& sum, float* so_far) __attribute__((always_inline)) {
+    store(so_far, sum.low);
+    store(so_far + kWidth, sum.high);
   });
 }
 
 template <class P, int kRows, int kChunks = kSums / 2 / kRows>
-void add_values(float* values, int64_t padded_dim, int64_t head_dim, const float* factors, const float* units,
-                const typename P::Operand* weights, const typename P::Element* value_head, const int64_t* offsets,
+void add_values(float* values, int64_t padded_dim, int64_t head_dim, const float* factors,
+                const typename P::Weight* weights, const typename P::Element* value_head, const int64_t* offsets,
                 int begin, int end, const Fetch<typename P::Element>* fetch, int64_t d = 0) {
   auto add = [&](int chunk) __attribute__((always_inline)) {
-    add_value_chunks<P, kRows, kChunks>(values, padded_dim, factors, units, weights, value_head, offsets, begin, end, d,
-                                        chunk, fetch);
+    add_value_chunks<P, kRows, kChunks>(values, padded_dim, factors, weights, value_head, offsets, begin, end, d, chunk,
+                                        fetch);
   };
   for (; d + kChunks * kChunk <= head_dim; d += kChunks * kChunk) add(kChunk);
   if (d + (kChunks - 1) * kChunk < head_dim) return add(static_cast<int>(head_dim - d) - (kChunks - 1) * kChunk);
   // What is left in one pass, too, as the fewer sums there are, the longer each multiply-add waits for the one before.
   if constexpr (kChunks > 1) {
-    add_values<P, kRows, kChunks - 1>(values, padded_dim, head_dim, factors, units, weights, value_head, offsets, begin,
-                                      end, fetch, d);
+    add_values<P, kRows, kChunks - 1>(values, padded_dim, head_dim, factors, weights, value_head, offsets, begin, end,
+                                      fetch, d);
   }
 }
 
@@ -264,17 +256,6 @@ void load_queries(const AttentionParams& p, const SequenceView& view, int64_t he
   std::fill(query + rows * padded_dim, query + padded_rows(rows) * padded_dim, typename P::Operand{});
 }
 
-// Calls f(P{}, kRows, first) where the `rows` rows from `first` on can be taken together, and f(policy, 1, row) for
-// each of them otherwise. Where operands are scaled, those without one of `units` go by the fallback.
-template <class P, class Rows, class F>
-void by_policy(Rows kRows, const float* units, int64_t first, int64_t rows, bool alike, F f) {
-  const auto has_unit = [&](int64_t r) { return !P::kScaled || units[r] != kInfinity; };
-  for (int64_t r = first; r < first + rows; ++r) alike = alike && has_unit(r);
-  if (alike) return f(P{}, kRows, first);
-  constexpr std::integral_constant<int, 1> kOne;
-  for (int64_t r = first; r < first + rows; ++r) has_unit(r) ? f(P{}, kOne, r) : f(Fallback<P>{}, kOne, r);
-}
-
 // One tile of one head: scores, weights, values. The next tile, of next_count tokens of next_head, is fetched
 // meanwhile.
 template <class P>
@@ -299,13 +280,19 @@ void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t hea
                              next_count,
                              round_up(p.head_dim * sizeof(Element), kLine) / kLine};
   const float* query_units = scratch.query_units + first_row;
-  for_row_groups(rows, [&](auto kRows, int64_t first) {
-    const int64_t in_group = std::min<int64_t>(kRows(), rows - first);
-    by_policy<P>(kRows, query_units, first, in_group, true, [&]<class Q>(Q, auto kTogether, int64_t r) {
-      const auto* query = scratch.template query_of<Q>() + (first_row + r) * padded_dim;
-      score_rows<Q, kTogether()>(query, padded_dim, p.head_dim, key_head, scratch.offsets->key, count,
-                                 scratch.scores + r * kTile, r == 0 ? &fetch : nullptr);
-    });
+  const auto has_unit = [&](int64_t r) { return !P::kScaled || query_units[r] != kInfinity; };
+  auto score = [&]<class Q>(Q, auto kRows, int64_t r) {
+    const auto* query = scratch.template query_of<Q>() + (first_row + r) * padded_dim;
+    score_rows<Q, kRows()>(query, padded_dim, p.head_dim, key_head, scratch.offsets->key, count,
+                           scratch.scores + r * kTile, r == 0 ? &fetch : nullptr);
+  };
+  for_row_groups(rows, [&](auto kRows, int64_t r) {
+    const int64_t last = std::min<int64_t>(r + kRows(), rows);
+    bool together = true;
+    for (int64_t row = r; row < last; ++row) together = together && has_unit(row);
+    if (together) return score(P{}, kRows, r);
+    constexpr std::integral_constant<int, 1> kOne;
+    for (int64_t row = r; row < last; ++row) has_unit(row) ? score(P{}, kOne, row) : score(Fallback<P>{}, kOne, row);
   });
 
   ScoreRule rule{p.scale * head_scale(p.k_scale, head), p.softcap, 0.0f, nullptr, nullptr};
@@ -323,25 +310,26 @@ void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t hea
     scratch.keys[r] = {seen.begin - tile.begin, seen.end - tile.begin};
     if (seen.empty()) continue;
     if (p.alibi_slopes != nullptr) rule.slope = p.alibi_slopes[head * group + r % group];
-    if (P::kScaled) rule.unit = query_units[r] == kInfinity ? 1.0f : query_units[r];
-    scratch.factors[r] = softmax_tile<P>(
-        scratch.states[first_row + r], scratch.scores + r * kTile, scratch.weights + r * kTile, scratch.keys[r],
-        static_cast<float>(tile.begin - view.position(token)), rule, scratch.weight_units + r);
+    if (P::kScaled) rule.unit = has_unit(r) ? query_units[r] : 1.0f;
+    scratch.factors[r] =
+        softmax_tile<P>(scratch.states[first_row + r], scratch.scores + r * kTile, scratch.weights + r * kTile,
+                        scratch.keys[r], static_cast<float>(tile.begin - view.position(token)), rule);
   }
 
-  for_row_groups(rows, [&](auto kRows, int64_t first) {
-    const int64_t in_group = std::min<int64_t>(kRows(), rows - first);
+  auto add = [&](auto kRows, int64_t r) {
+    const KeyRange keys = scratch.keys[r];
+    if (keys.empty()) return;
+    add_values<P, kRows()>(values + r * padded_dim, padded_dim, p.head_dim, scratch.factors + r,
+                           scratch.weights + r * kTile, value_head, scratch.offsets->value,
+                           static_cast<int>(keys.begin), static_cast<int>(keys.end), r == 0 ? &fetch : nullptr);
+  };
+  for_row_groups(rows, [&](auto kRows, int64_t r) {
+    const int64_t last = std::min<int64_t>(r + kRows(), rows);
+    const bool alike = std::all_of(scratch.keys + r, scratch.keys + last,
+                                   [&](const KeyRange& keys) { return keys == scratch.keys[r]; });
+    if (alike) return add(kRows, r);
     // A value that a row does not see must not be multiplied, not even by zero: it may be NaN.
-    const bool alike = std::all_of(scratch.keys + first, scratch.keys + first + in_group,
-                                   [&](const KeyRange& keys) { return keys == scratch.keys[first]; });
-    by_policy<P>(kRows, scratch.weight_units, first, in_group, alike, [&]<class Q>(Q, auto kTogether, int64_t r) {
-      const KeyRange keys = scratch.keys[r];
-      if (keys.empty()) return;
-      add_values<Q, kTogether()>(values + r * padded_dim, padded_dim, p.head_dim, scratch.factors + r,
-                                 scratch.weight_units + r, scratch.template weights_of<Q>() + r * kTile, value_head,
-                                 scratch.offsets->value, static_cast<int>(keys.begin), static_cast<int>(keys.end),
-                                 r == 0 ? &fetch : nullptr);
-    });
+    for (int64_t row = r; row < last; ++row) add(std::integral_constant<int, 1>{}, row);
   });
 }
 
@@ -378,9 +366,8 @@ void decode_split(const AttentionParams& p, const SequencePlan& plan, const Work
   const int64_t group = p.num_q_heads / p.num_kv_heads, rows = view.query_len * group;
   const int64_t padded_dim = round_up(p.head_dim, kChunk), heads = item.head_end - item.head_begin;
   for (int64_t h = 0; h < heads; ++h) load_queries(p, view, item.head_begin + h, h, scratch);
-  std::fill(scratch.weights + rows * kTile, scratch.weights + padded_rows(rows) * kTile, typename P::Operand{});
+  std::fill(scratch.weights + rows * kTile, scratch.weights + padded_rows(rows) * kTile, typename P::Weight{});
   std::fill(scratch.factors + rows, scratch.factors + padded_rows(rows), 1.0f);
-  if (P::kScaled) std::fill_n(scratch.weight_units, padded_rows(rows), 0.0f);
   const int64_t all_rows = heads * padded_rows(rows);
   std::fill_n(scratch.values, all_rows * padded_dim, 0.0f);
   std::fill_n(scratch.states, all_rows, SoftmaxState{});

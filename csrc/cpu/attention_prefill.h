@@ -16,16 +16,16 @@ template <class P>
 struct PrefillScratch {
   using Operand = typename P::Operand;
 
-  Operand* query;            // [rows][padded_dim]
-  float* values;             // [rows][padded_dim], in lane order
-  SoftmaxState* states;      // [rows]
-  float* scores;             // [rows][kTile]
-  Operand* weights;          // [rows][kTile]
-  float* factors;            // [rows]
-  KeyRange* keys;            // [rows]
-  float* key_panels;         // [kTile / kPanel][padded_dim / kPair][kPanel], lanes of 32 bits
-  float* value_panels;       // [padded_dim / kPanel][kTile / kPair][kPanel], lanes of 32 bits
-  float *k_scale, *v_scale;  // [kTile]
+  Operand* query;               // [rows][padded_dim]
+  float* values;                // [rows][padded_dim], in lane order
+  SoftmaxState* states;         // [rows]
+  float* scores;                // [rows][kTile]
+  typename P::Weight* weights;  // [rows][kTile]
+  float* factors;               // [rows]
+  KeyRange* keys;               // [rows]
+  float* key_panels;            // [kTile / kPanel][padded_dim / kPair][kPanel], lanes of 32 bits
+  float* value_panels;          // [padded_dim / kPanel][kTile / kPair][kPanel], lanes of 32 bits
+  float *k_scale, *v_scale;     // [kTile]
   TokenOffsets<kTile>* offsets;
 
   PrefillScratch(Arena& arena, int64_t rows, int64_t padded_dim)
@@ -33,7 +33,7 @@ struct PrefillScratch {
         values(arena.take<float>(rows * padded_dim)),
         states(arena.take<SoftmaxState>(rows)),
         scores(arena.take<float>(rows * kTile)),
-        weights(arena.take<Operand>(rows * kTile)),
+        weights(arena.take<typename P::Weight>(rows * kTile)),
         factors(arena.take<float>(rows)),
         keys(arena.take<KeyRange>(rows)),
         key_panels(arena.take<float>(padded_dim * kTile)),

@@ -2,7 +2,7 @@
 // how a chunk of a cache row becomes vectors, so that the kernels are written once:
 //   FloatProducts<T>     converts to float32 and multiplies there
 //   BFloat16Products     leaves bfloat16 as it is and multiplies pairs, where the CPU can (vdpbf16ps)
-//   Int8Products         multiplies int8 with 16-bit integers, in pairs too, for decode with bfloat16 queries
+//   Int8Products         multiplies int8 keys with 16-bit integers, for decode with bfloat16 queries
 // A chunk is 2 * kWidth neighbouring elements of the head dimension, two vectors of floats in an order of the policy's
 // own, the *lane order*: sums over the dimension do not care, and output rows are put right at the end.
 #pragma once
@@ -85,26 +85,21 @@ PAGED_KV_INLINE UintVec load_words(const BFloat16* p, int count = kChunk) {
 #endif
 }
 
-// How sums begin and end that are floats all the way. A row's values so far, times `factor`, are what the weighted
-// values of a tile are added to; `unit` is that of scaled weights.
-struct FloatSums {
-  using Sum = Vec;  // of a score, lane by lane
-  using ValueSums = Chunk;
-  static constexpr bool kScaled = false;  // operands have a unit of their own in each row
+// What policies share that multiply query rows as they are, and sum scores in floats.
+struct FloatScores {
+  using Sum = Vec;                        // of a score, lane by lane
+  static constexpr bool kScaled = false;  // query rows have a unit each
 
   static PAGED_KV_INLINE Vec to_floats(Vec sum) { return sum; }
-  static PAGED_KV_INLINE Chunk start(const Chunk& before, float factor) {
-    return {before.low * factor, before.high * factor};
-  }
-  static PAGED_KV_INLINE Chunk end(const Chunk& sums, const Chunk&, float, float) { return sums; }
 };
 
 template <class T>
-struct FloatProducts : FloatSums {
+struct FloatProducts : FloatScores {
   using Element = T;
   using Key = Chunk;
   using Value = Chunk;
-  using Operand = float;  // in scratch memory: an element of a query row, in lane order, or the softmax weight of a key
+  using Operand = float;                 // in scratch memory: an element of a query row, in lane order
+  using Weight = float;                  // the softmax weight of a key
   static constexpr int kPair = 1;        // operands that one multiplication takes
   static constexpr int kKeyVectors = 2;  // vectors of a chunk of keys
   // What the vectors of keys and values are to be multiplied by: once a score, and once a row of the output.
@@ -186,19 +181,20 @@ struct FloatProducts : FloatSums {
     return 1.0f;
   }
 
-  static PAGED_KV_INLINE void store_weights(Operand* p, Vec weights) { store(p, weights); }
+  static PAGED_KV_INLINE void store_weights(Weight* p, Vec weights) { store(p, weights); }
 };
 
 #ifdef __AVX512BF16__
 // Each lane adds the products of two pairs of bfloat16, in float32 and without rounding in between. For values the pair
 // is one element of two neighbouring tokens, and weights are rounded to bfloat16.
-struct BFloat16Products : FloatSums {
+struct BFloat16Products : FloatScores {
   using Element = BFloat16;
   using Key = UintVec;
   struct Value {
     UintVec low, high;
   };
   using Operand = BFloat16;
+  using Weight = BFloat16;
   static constexpr int kPair = 2;
   static constexpr int kKeyVectors = 1;
   static constexpr float kUnit = 1.0f;
@@ -259,7 +255,7 @@ struct BFloat16Products : FloatSums {
     return 1.0f;
   }
 
-  static PAGED_KV_INLINE void store_weights(Operand* p, Vec weights) { store(p, weights); }
+  static PAGED_KV_INLINE void store_weights(Weight* p, Vec weights) { store(p, weights); }
 };
 #endif
 

@@ -48,7 +48,7 @@ struct ScoreRule {
   float slope;           // 0: no ALiBi
   const float* k_scale;  // [kTile], or null
   const float* v_scale;  // [kTile], or null; multiplies the weights, once their sum is taken
-  float unit = 1.0f;     // of the dot products, where operands are scaled
+  float unit = 1.0f;     // of the dot products, where query rows are scaled
 };
 
 inline bool varies_by_token(const ScaleView& scale) {
@@ -63,11 +63,10 @@ inline float head_scale(const ScaleView& scale, int64_t head) {
 // Turns the dot products of one row with the keys of a tile into softmax weights, for those in `keys`, which is not
 // empty and counts from the start of the tile; `distance` is the first key's position less the query's. Weights beside
 // `keys` are zero as far as its vectors reach, and unspecified beyond. Returns what to multiply the row's values so far
-// by. Where operands are scaled, the weights replace the scores, too, and `weight_unit` is their unit; if that is
-// infinite, they are only there.
+// by.
 template <class P>
-float softmax_tile(SoftmaxState& state, float* scores, typename P::Operand* weights, const KeyRange& keys,
-                   float distance, const ScoreRule& rule, [[maybe_unused]] float* weight_unit = nullptr) {
+float softmax_tile(SoftmaxState& state, float* scores, typename P::Weight* weights, const KeyRange& keys,
+                   float distance, const ScoreRule& rule) {
   const int begin = static_cast<int>(keys.begin), end = static_cast<int>(keys.end);
   const int first = begin / kWidth * kWidth;
   // Selects v in the lanes that belong to `keys`, `other` beside them.
@@ -104,7 +103,6 @@ float softmax_tile(SoftmaxState& state, float* scores, typename P::Operand* weig
 
   const float shift = shift_of(state.max);
   Vec sum{};
-  IntVec heaviest{};  // as bits, of which those of NaN are the largest
   for (int i = first; i < end; i += kWidth) {
     Vec weight = exp(load(scores + i) - shift);
     sum += weight;
@@ -112,19 +110,9 @@ float softmax_tile(SoftmaxState& state, float* scores, typename P::Operand* weig
       const Vec scale = load(rule.v_scale + i);
       weight *= whole ? scale : select(i, scale, 0.0f);
     }
-    if constexpr (P::kScaled) {
-      heaviest = max(reinterpret_cast<IntVec>(abs(weight)), heaviest);
-      store(scores + i, weight);
-    } else {
-      P::store_weights(weights + i, weight);
-    }
+    P::store_weights(weights + i, weight);
   }
   state.sum += reduce_add(sum);
-  if constexpr (P::kScaled) {
-    *weight_unit = P::unit_for(from_bits(splat(static_cast<uint32_t>(reduce_max(heaviest))))[0]);
-    const float inverse = P::inverse_of(*weight_unit);
-    for (int i = first; i < end; i += kWidth) P::store_weights(weights + i, load(scores + i) * inverse);
-  }
   return factor;
 }
 

@@ -101,8 +101,6 @@ PAGED_KV_INLINE Vec min(Vec a, Vec b) {
 #endif
 }
 
-PAGED_KV_INLINE IntVec max(IntVec a, IntVec b) { return a > b ? a : b; }
-
 PAGED_KV_INLINE Vec abs(Vec v) { return from_bits(bits_of(v) & 0x7fffffffu); }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -445,13 +443,6 @@ PAGED_KV_INLINE float reduce_add(Vec v) {
 // The largest lane; no lane may be NaN.
 PAGED_KV_INLINE float reduce_max(Vec v) {
   return detail::fold(v, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); })[0];
-}
-
-PAGED_KV_INLINE int32_t reduce_max(IntVec v) {
-  auto larger = [](Vec a, Vec b) __attribute__((always_inline)) {
-    return reinterpret_cast<Vec>(max(reinterpret_cast<IntVec>(a), reinterpret_cast<IntVec>(b)));
-  };
-  return reinterpret_cast<IntVec>(detail::fold(reinterpret_cast<Vec>(v), larger))[0];
 }
 
 // Whether any lane of a comparison's result holds.
