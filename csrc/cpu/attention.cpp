@@ -130,7 +130,7 @@ void work(Job<P>& job, int64_t worker) {
       const WorkItem& item = job.plan.items[i];
       return {&job.plan.sequences[item.seq], &item};
     }
-    return {nullptr, nullptr};
+    return {};
   };
   for (PlannedItem now = claim(); now.item != nullptr;) {
     if (now.plan->is_decode) {

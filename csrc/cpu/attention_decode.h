@@ -352,8 +352,8 @@ KeyRange locate_tile(const AttentionParams& p, const SequenceView& view, const K
 
 // An item of work and its sequence, or null.
 struct PlannedItem {
-  const SequencePlan* plan;
-  const WorkItem* item;
+  const SequencePlan* plan = nullptr;
+  const WorkItem* item = nullptr;
 };
 
 // The heads [item.head_begin, item.head_end) over split item.part. Leaves states and values in scratch. Before the last
