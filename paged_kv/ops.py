@@ -200,7 +200,7 @@ def paged_attention(
     # Each argument costs 0.1 us to hand over, so the defaults are left to the schema.
     without = alibi_slopes is None and sinks is None and k_scale is None and v_scale is None
     usual = causal is True and window == -1 and softcap == 0
-    if not (without and usual and type(window) is int and type(softcap) is not bool):
+    if not (without and usual and type(window) is int):  # -1.0 is the schema's to refuse
         args += (causal, window, softcap, alibi_slopes, sinks, k_scale, v_scale)
     if out is None and lse is None:
         return _ops.paged_attention.default(*args)

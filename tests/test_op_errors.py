@@ -139,6 +139,12 @@ def test_results_are_given_together(call, given, missing):
         assert str(error.value) == f"paged_kv::{call.split()[0]}: {words}"
 
 
+@pytest.mark.parametrize("window", [-1.0, "-1"])
+def test_a_default_of_the_wrong_kind_is_refused(window):
+    with pytest.raises(RuntimeError, match="'int' for argument 'window'"):
+        ops.paged_attention(**VALID["paged_attention"]() | {"window": window})
+
+
 def random_view(buffer: Tensor) -> Tensor:
     """A view of up to four dimensions: any strides, or those of a slice of a transposed contiguous tensor."""
     buffer = buffer.view([torch.int8, torch.int16, torch.int32][torch.randint(3, ())])
