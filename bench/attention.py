@@ -27,7 +27,7 @@ import torch
 import paged_kv
 from paged_kv.replay.traces import read_trace
 
-from .attention_cases import BF16, E4M3, F32, INT8, Contiguous, Group, Inputs, Ours, Shape, check
+from .attention_cases import BF16, E4M3, E5M2, F32, INT8, Contiguous, Group, Inputs, Ours, Shape, check
 from .attention_tables import PLACEMENTS, moment_of, neighbours
 from .common import TRACE_FOLDER, PlainRead, machine, spread, time_calls
 from .peers import Peer, start_peers
@@ -43,7 +43,7 @@ CASES = [
     Shape(1, 1024, query_len=1024, block_size=32),
     Shape(1, 4096, query_len=256, block_size=32),
 ]
-QUANTISED = [Shape(16, 2048, block_size=32, stored=stored) for stored in (None, E4M3, INT8)]
+QUANTISED = [Shape(16, 2048, block_size=32, stored=stored) for stored in (None, E4M3, E5M2, INT8)]
 MIXED = [
     Shape(1, 2048, query_len=512, block_size=32, others=(Group(32, 1, 2048),)),
     Shape(1, 2048, query_len=512, block_size=32),

@@ -16,7 +16,7 @@ from paged_kv import reference
 from .common import slots_of
 
 F32, BF16 = torch.float32, torch.bfloat16
-E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 QUANTISED_SCALE = 1 / 32  # of fp8 and int8 caches, for standard normal keys and values
 
 

@@ -199,12 +199,73 @@ def test_a_bad_token_reaches_only_rows_that_see_it(where: str, bad: float, backe
         assert bad_out[token:].isnan().all() and bad_lse[token:].isnan().all()
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 32], ids=["decode", "drafts", "prefill"])
+@pytest.mark.parametrize("query_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+def test_every_byte_is_the_number_it_stands_for(
+    dtype: torch.dtype, query_dtype: torch.dtype, tokens: int, backend
+) -> None:
+    """Sequence i has byte i in each of its equal keys, and all bytes in its equal values."""
+    codes = torch.arange(256).to(torch.uint8)
+    numbers = codes.view(dtype).double()
+    dims = torch.arange(256)
+    keys, values = torch.zeros(2, 256, 1, 4 * tokens, 256, dtype=torch.uint8)
+    keys[dims, :, :, dims] = codes[:, None, None]
+    values[:] = codes[(dims[:, None] + dims) % 256][:, None, None]
+
+    def attention(keys: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = backend.ops.paged_attention(
+            torch.ones(256 * tokens, 1, 256, dtype=query_dtype, device=backend.device),
+            keys.view(dtype).to(backend.device),
+            values.view(dtype).to(backend.device),
+            torch.arange(256, dtype=torch.int32, device=backend.device)[:, None],
+            torch.full((256,), 4 * tokens, dtype=torch.int32, device=backend.device),
+            torch.arange(257, dtype=torch.int32, device=backend.device) * tokens,
+            max_query_len=tokens,
+            max_seq_len=4 * tokens,
+            scale=1.0,
+            causal=window > 0,
+            window=window,
+        )
+        return out[:, 0].cpu().double().view(256, tokens, 256), lse.cpu().double().view(256, tokens)
+
+    out, _ = attention(torch.zeros_like(keys), window=-1)  # the mean of equal values, in pairs and alone
+    exact = numbers[values[:, 0, :1].long()].expand(out.shape)
+    assert torch.equal(out.nan_to_num(12345.0), exact.nan_to_num(12345.0))
+    _, lse = attention(keys, window=1)  # the only score
+    exact = numbers[:, None].expand(lse.shape)
+    usual = ~exact.isinf()
+    assert torch.equal(lse[usual].nan_to_num(12345.0), exact[usual].nan_to_num(12345.0))
+
+
+@pytest.mark.parametrize("tokens", [1, 32], ids=["decode", "prefill"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_subnormal_weight_of_an_infinite_value_counts(dtype: torch.dtype, tokens: int, backend) -> None:
+    """The first token, whose weight is the smallest normal number, and with its scale a subnormal one."""
+    case = Case(
+        seqs=((tokens, 40),), heads=(1, 1), dtype=dtype, cache_dtype=torch.float8_e5m2, v_scale="token"
+    )
+    args = make_inputs(case, backend.device).args
+    block = args["block_tables"][0, 0]
+    args["query"].fill_(1)
+    args["key_cache"].view(torch.uint8).fill_(0)
+    args["key_cache"].view(torch.uint8)[block, :, 0] = 0xFA  # -49152
+    args["value_cache"].view(torch.uint8)[block, :, 0] = 0x7C  # inf
+    args["v_scale"].fill_(2.0**-20)
+    out, lse = backend.ops.paged_attention(**args)
+    assert out.isposinf().all() and lse.isfinite().all()
+
+
 @pytest.mark.parametrize("seqs", [((1, 30),), ((20, 45),)], ids=["decode", "prefill"])
 @pytest.mark.parametrize("exponent", [121, -90])
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
-def test_scales_reach_as_far_as_float32(dtype: torch.dtype, exponent: int, seqs, backend) -> None:
+def test_scales_reach_as_far_as_float32(
+    dtype: torch.dtype, query_dtype: torch.dtype, exponent: int, seqs, backend
+) -> None:
     """Powers of two change no bit but the exponent's, and here cancel out."""
-    inputs = make_inputs(Case(seqs=seqs, cache_dtype=dtype, integers=True), backend.device)
+    case = Case(seqs=seqs, dtype=query_dtype, cache_dtype=dtype, integers=True)
+    inputs = make_inputs(case, backend.device)
     usual = backend.ops.paged_attention(**inputs.args)
     large, half = 2.0**exponent, 2.0 ** (exponent // 2)
     args = inputs.args | {

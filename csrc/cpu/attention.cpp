@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "cpu/attention_decode.h"
+#include "cpu/attention_float8.h"
 #include "cpu/attention_int8.h"
 #include "cpu/attention_plan.h"
 #include "cpu/attention_prefill.h"
@@ -200,13 +201,40 @@ Error run(const AttentionParams& p, const Context& context) {
   return nullptr;
 }
 
+// The fastest products on this instruction set for a cache of T, with queries of bfloat16 or of others.
+template <class T, bool kBFloat16Queries>
+struct ProductsFor {
+  using type = FloatProducts<T>;
+};
+#if PAGED_KV_WIDTH >= 8
+template <>
+struct ProductsFor<int8_t, true> {
+  using type = Int8Products;
+};
+#endif
+#ifdef __AVX512BF16__
+template <bool kBFloat16Queries>
+struct ProductsFor<BFloat16, kBFloat16Queries> {
+  using type = BFloat16Products;
+};
+template <>
+struct ProductsFor<Float8E4M3, true> {
+  using type = Float8Products<Float8E4M3>;
+};
+template <>
+struct ProductsFor<Float8E5M2, true> {
+  using type = Float8Products<Float8E5M2>;
+};
+#endif
+
 }  // namespace
 
 Error paged_attention(const AttentionParams& p, const Context& context) {
-#if PAGED_KV_WIDTH >= 8
-  if (p.key_cache.dtype == DType::kInt8 && p.query.dtype == DType::kBFloat16) return run<Int8Products>(p, context);
-#endif
-  return dispatch_cache(p.key_cache.dtype, [&](auto dtype) { return run<ProductsFor<Element<dtype()>>>(p, context); });
+  return dispatch_cache(p.key_cache.dtype, [&](auto dtype) {
+    using T = Element<dtype()>;
+    if (p.query.dtype == DType::kBFloat16) return run<typename ProductsFor<T, true>::type>(p, context);
+    return run<typename ProductsFor<T, false>::type>(p, context);
+  });
 }
 
 }  // namespace paged_kv::cpu::PAGED_KV_ISA

@@ -153,7 +153,11 @@ void score_rows(const typename P::Operand* query, int64_t padded_dim, int64_t he
     }
     auto add_chunk = [&](int64_t d, int chunk) __attribute__((always_inline)) {
       typename P::Key chunks[kTokens];
-      for (int i = 0; i < kTokens; ++i) chunks[i] = P::load_key(key[i] + d, chunk);
+      if constexpr (requires { &P::load_two_keys; }) {
+        for (int i = 0; i < kTokens; i += 2) P::load_two_keys(key[i] + d, key[i + 1] + d, chunk, chunks + i);
+      } else {
+        for (int i = 0; i < kTokens; ++i) chunks[i] = P::load_key(key[i] + d, chunk);
+      }
       for (int r = 0; r < kRows; ++r)
         P::template add_scores<kTokens>(sums + r * kTokens, chunks, query + r * padded_dim + d);
     };

@@ -2,6 +2,7 @@
 // how a chunk of a cache row becomes vectors, so that the kernels are written once:
 //   FloatProducts<T>     converts to float32 and multiplies there
 //   BFloat16Products     leaves bfloat16 as it is and multiplies pairs, where the CPU can (vdpbf16ps)
+//   Float8Products<T>    makes bfloat16 of float8, for bfloat16 queries on such CPUs
 //   Int8Products         multiplies int8 keys with 16-bit integers, for decode with bfloat16 queries
 // A chunk is 2 * kWidth neighbouring elements of the head dimension, two vectors of floats in an order of the policy's
 // own, the *lane order*: sums over the dimension do not care, and output rows are put right at the end.
@@ -258,22 +259,5 @@ struct BFloat16Products : FloatScores {
   static PAGED_KV_INLINE void store_weights(Weight* p, Vec weights) { store(p, weights); }
 };
 #endif
-
-namespace detail {
-template <class T>
-struct ProductsOf {
-  using type = FloatProducts<T>;
-};
-#ifdef __AVX512BF16__
-template <>
-struct ProductsOf<BFloat16> {
-  using type = BFloat16Products;
-};
-#endif
-}  // namespace detail
-
-// The fastest policy for a cache of T on this instruction set.
-template <class T>
-using ProductsFor = typename detail::ProductsOf<T>::type;
 
 }  // namespace paged_kv::cpu::PAGED_KV_ISA

@@ -1,7 +1,7 @@
 // A vector of floats as wide as the instruction set this source is compiled for, and what kernels need of it: element
 // conversions on load and store, reductions, exp and tanh. Arithmetic and comparison are the compiler's own operators
-// on vector types (a < b ? x : y selects by lane); intrinsics stand only here and in streaming.h, where the operators
-// do not reach, and come from <immintrin.h> alone, so that a test build can put a twin of that header first.
+// on vector types (a < b ? x : y selects by lane); intrinsics stand only where these do not reach, here, in
+// streaming.h and in attention_*.h, and come from <immintrin.h> alone, so that a test build can put a twin first.
 #pragma once
 
 #include <cstdint>

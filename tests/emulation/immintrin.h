@@ -6,10 +6,12 @@
 #include_next <immintrin.h>
 
 #define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512/cast.h>
 #include <simde/x86/avx512/cvt.h>
 #include <simde/x86/avx512/dpbf16.h>
 #include <simde/x86/avx512/fmadd.h>
 #include <simde/x86/avx512/madd.h>
+#include <simde/x86/avx512/permutex2var.h>
 #include <simde/x86/avx512/shuffle.h>
 #include <simde/x86/avx512/unpackhi.h>
 #include <simde/x86/avx512/unpacklo.h>
@@ -73,6 +75,7 @@ inline simde__m512i widen_uint8(__m256i v) {
 #undef _mm512_maskz_loadu_epi32
 #undef _mm512_maskz_loadu_epi16
 #undef _mm256_maskz_loadu_epi16
+#undef _mm256_maskz_loadu_epi8
 #undef _mm_maskz_loadu_epi8
 #undef _mm512_mask_storeu_epi32
 #undef _mm256_mask_storeu_epi16
@@ -82,6 +85,7 @@ inline simde__m512i widen_uint8(__m256i v) {
 #define _mm512_maskz_loadu_epi32(mask, memory) emulation::load<simde__m512i, uint32_t>(mask, memory)
 #define _mm512_maskz_loadu_epi16(mask, memory) emulation::load<simde__m512i, uint16_t>(mask, memory)
 #define _mm256_maskz_loadu_epi16(mask, memory) emulation::load<__m256i, uint16_t>(mask, memory)
+#define _mm256_maskz_loadu_epi8(mask, memory) emulation::load<__m256i, uint8_t>(mask, memory)
 #define _mm_maskz_loadu_epi8(mask, memory) emulation::load<__m128i, uint8_t>(mask, memory)
 #define _mm512_mask_storeu_epi32(memory, mask, v) emulation::store<simde__m512i, uint32_t>(memory, mask, v)
 #define _mm256_mask_storeu_epi16(memory, mask, v) emulation::store<__m256i, uint16_t>(memory, mask, v)
