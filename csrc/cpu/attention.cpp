@@ -55,7 +55,7 @@ void plan_sequences(const AttentionParams& p, int num_threads, Plan& plan) {
       plan.decode_all_rows = std::max(plan.decode_all_rows, rows * sequence.heads_per_item);
     } else {
       const int64_t rows = std::min(sequence.view.query_len, tokens_per_tile(p)) * group;
-      plan.prefill_rows = std::max(plan.prefill_rows, round_up(rows, kBlockRows));
+      plan.prefill_rows = std::max(plan.prefill_rows, round_up(rows, kStripRows));
     }
     const int64_t head_groups = (p.num_kv_heads + sequence.heads_per_item - 1) / sequence.heads_per_item;
     if (sequence.is_decode && sequence.num_parts > 1) {

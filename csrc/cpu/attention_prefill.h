@@ -9,8 +9,13 @@
 
 namespace paged_kv::cpu::PAGED_KV_ISA {
 
-inline constexpr int kPanel = 2 * kWidth;                                  // columns of a panel: two vectors
-inline constexpr int kBlockRows = kWidth == 16 ? 8 : kWidth == 8 ? 6 : 4;  // x 2 vectors of sums, and operands beside
+inline constexpr int kPanel = 2 * kWidth;                                   // columns of a panel: two vectors
+inline constexpr int kBlockRows = kWidth == 16 ? 12 : kWidth == 8 ? 6 : 4;  // x 2 vectors of sums, and operands beside
+inline constexpr int kStripRows = 48;  // whose scores, weights and queries stay in L1 while panels pass
+static_assert(kStripRows % kBlockRows == 0 && kStripRows % kWidth == 0);
+
+template <class P>
+inline constexpr int kTileKeys = kTile * P::kPair;  // the same bytes packed, whatever the policy
 
 template <class P>
 struct PrefillScratch {
@@ -18,29 +23,31 @@ struct PrefillScratch {
 
   Operand* query;               // [rows][padded_dim]
   float* values;                // [rows][padded_dim], in lane order
-  SoftmaxState* states;         // [rows]
-  float* scores;                // [rows][kTile]
-  typename P::Weight* weights;  // [rows][kTile]
+  float *max, *sum;             // [rows], as in SoftmaxState
   float* factors;               // [rows]
   KeyRange* keys;               // [rows]
-  float* key_panels;            // [kTile / kPanel][padded_dim / kPair][kPanel], lanes of 32 bits
-  float* value_panels;          // [padded_dim / kPanel][kTile / kPair][kPanel], lanes of 32 bits
-  float *k_scale, *v_scale;     // [kTile]
-  TokenOffsets<kTile>* offsets;
+  float* scores;                // [kStripRows][kTileKeys]
+  typename P::Weight* weights;  // [kStripRows][kTileKeys]
+  float* key_panels;            // [kTileKeys / kPanel][padded_dim / kPair][kPanel], lanes of 32 bits
+  float* value_panels;          // [padded_dim / kPanel][kTileKeys / kPair][kPanel], lanes of 32 bits
+  float *k_scale, *v_scale;     // [kTileKeys]
+  TokenOffsets<kTileKeys<P>>* offsets;
 
+  // rows: a multiple of kStripRows.
   PrefillScratch(Arena& arena, int64_t rows, int64_t padded_dim)
       : query(arena.take<Operand>(rows * padded_dim)),
         values(arena.take<float>(rows * padded_dim)),
-        states(arena.take<SoftmaxState>(rows)),
-        scores(arena.take<float>(rows * kTile)),
-        weights(arena.take<typename P::Weight>(rows * kTile)),
+        max(arena.take<float>(rows)),
+        sum(arena.take<float>(rows)),
         factors(arena.take<float>(rows)),
         keys(arena.take<KeyRange>(rows)),
-        key_panels(arena.take<float>(padded_dim * kTile)),
-        value_panels(arena.take<float>(padded_dim * kTile)),
-        k_scale(arena.take<float>(kTile)),
-        v_scale(arena.take<float>(kTile)),
-        offsets(arena.take<TokenOffsets<kTile>>(1)) {}
+        scores(arena.take<float>(kStripRows * kTileKeys<P>)),
+        weights(arena.take<typename P::Weight>(kStripRows * kTileKeys<P>)),
+        key_panels(arena.take<float>(padded_dim * kTileKeys<P> / P::kPair)),
+        value_panels(arena.take<float>(padded_dim * kTileKeys<P> / P::kPair)),
+        k_scale(arena.take<float>(kTileKeys<P>)),
+        v_scale(arena.take<float>(kTileKeys<P>)),
+        offsets(arena.take<TokenOffsets<kTileKeys<P>>>(1)) {}
 };
 
 // Transposes kWidth vectors in place, by exchanging ever smaller off-diagonal squares.
@@ -96,7 +103,7 @@ void pack_keys(const typename P::Element* key_head, const int64_t* offsets, int 
 template <class P>
 void pack_values(const typename P::Element* value_head, const int64_t* offsets, int count, int64_t head_dim,
                  float* panels) {
-  constexpr int64_t kPanelSize = kTile / P::kPair * kPanel;
+  constexpr int64_t kPanelSize = kTileKeys<P> / P::kPair * kPanel;
   for (int t = 0; t < count; t += P::kPair) {
     const auto* row = value_head + offsets[t];
     for (int64_t d = 0; d < head_dim; d += kChunk) {
@@ -116,17 +123,29 @@ void pack_values(const typename P::Element* value_head, const int64_t* offsets, 
   }
 }
 
+// Calls f(std::integral_constant<int, i>) for every i below kCount. By recursion of templates, as GCC 12 unrolls loops
+// too late to keep an array of vectors in registers: it clears and copies such an array in memory.
+template <int kCount, class F>
+PAGED_KV_INLINE void unrolled(F f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, i>{}), ...);
+  }(std::make_integer_sequence<int, kCount>{});
+}
+
 // sums[r] += left[r][kPair * s ...] * panel[s] over steps [begin, end), for kRows rows.
 template <class P, int kRows>
 PAGED_KV_INLINE void multiply(const typename P::Operand* left, int64_t left_stride, const float* panel, int64_t begin,
                               int64_t end, Chunk (&sums)[kRows]) {
+  // Three rows from one address, since there are not registers enough for the offsets of all rows.
+  const typename P::Operand* rows[(kRows + 2) / 3];
+  unrolled<(kRows + 2) / 3>([&](auto i) __attribute__((always_inline)) { rows[i] = left + 3 * i * left_stride; });
   for (int64_t s = begin; s < end; ++s) {
     const Vec low = load(panel + s * kPanel), high = load(panel + s * kPanel + kWidth);
-    for (int r = 0; r < kRows; ++r) {
-      const auto operand = P::load_operand(left + r * left_stride + s * P::kPair);
+    unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
+      const auto operand = P::load_operand(rows[r / 3] + r % 3 * left_stride + s * P::kPair);
       P::add_product(sums[r].low, low, operand);
       P::add_product(sums[r].high, high, operand);
-    }
+    });
   }
 }
 
@@ -148,119 +167,266 @@ PAGED_KV_INLINE void multiply_ragged(const typename P::Operand* weights, const f
   }
 }
 
-// scores = query . keys for kBlockRows rows and one panel of keys.
+// scores = query . keys for kBlockRows rows, of which `row` is the first and strip_row its number in the strip, and one
+// panel of keys.
 template <class P>
-void score_block(const PrefillScratch<P>& scratch, int64_t row, int64_t padded_dim, int64_t panel) {
+void score_block(const PrefillScratch<P>& scratch, int64_t row, int64_t strip_row, int64_t padded_dim, int64_t panel) {
   // A chain of 128 sums had up to 2.3 times the error of PyTorch, chains of 32 have 0.8, and take no longer.
   constexpr int64_t kStepsPerSum = 32 / P::kPair;
   const int64_t steps = padded_dim / P::kPair;
-  Chunk sums[kBlockRows]{};
+  float* scores = scratch.scores + strip_row * kTileKeys<P> + panel * kPanel;
   for (int64_t first = 0; first < steps; first += kStepsPerSum) {
-    Chunk part[kBlockRows]{};
+    Chunk sums[kBlockRows];
+    unrolled<kBlockRows>([&](auto r) __attribute__((always_inline)) { sums[r] = {Vec{}, Vec{}}; });
     multiply<P, kBlockRows>(scratch.query + row * padded_dim, padded_dim, scratch.key_panels + panel * (steps * kPanel),
-                            first, std::min(steps, first + kStepsPerSum), part);
-    for (int r = 0; r < kBlockRows; ++r) {
-      sums[r].low += part[r].low;
-      sums[r].high += part[r].high;
-    }
-  }
-  for (int r = 0; r < kBlockRows; ++r) {
-    store(scratch.scores + (row + r) * kTile + panel * kPanel, sums[r].low);
-    store(scratch.scores + (row + r) * kTile + panel * kPanel + kWidth, sums[r].high);
+                            first, std::min(steps, first + kStepsPerSum), sums);
+    unrolled<kBlockRows>([&](auto r) __attribute__((always_inline)) {
+      float* to = scores + r * kTileKeys<P>;
+      if (first > 0) sums[r] = {sums[r].low + load(to), sums[r].high + load(to + kWidth)};
+      store(to, sums[r].low);
+      store(to + kWidth, sums[r].high);
+    });
   }
 }
 
-// values = values * factors + weights . values of the tile, for kBlockRows rows and one panel of the head dimension.
-template <class P>
-void value_block(const PrefillScratch<P>& scratch, int64_t row, int64_t padded_dim, int64_t panel) {
+// One tile of keys, as the rows of an item see it.
+struct PrefillTile {
+  const AttentionParams& p;
+  const SequenceView& view;
+  int64_t head, group, first_token;
+  KeyRange keys;
+  ScoreRule rule;  // but for the slope
+
+  int count() const { return static_cast<int>(keys.end - keys.begin); }
+  int64_t token(int64_t row) const { return first_token + row / group; }
+};
+
+// As softmax_tile, for kWidth rows at once: their maxima, sums and factors are the lanes of vectors, which saves each
+// row its own reductions, branches and scalar exponential. kWhole: all rows see all of a whole number of vectors, and
+// the rule is plain. Weights of keys that a row does not see are zero.
+template <class P, bool kWhole>
+void softmax_rows(const PrefillScratch<P>& scratch, const PrefillTile& tile, int64_t row, int64_t strip_row) {
+  constexpr int kKeys = kTileKeys<P>;
+  float* scores = scratch.scores + strip_row * kKeys;
+  auto* weights = scratch.weights + strip_row * kKeys;
   const KeyRange* keys = scratch.keys + row;
-  const float* values_panel = scratch.value_panels + panel * (kTile / P::kPair * kPanel);
-  const auto* weights = scratch.weights + row * kTile;
-  Chunk sums[kBlockRows];
-  for (int r = 0; r < kBlockRows; ++r) {
-    const float* old = scratch.values + (row + r) * padded_dim + panel * kPanel;
-    sums[r] = {load(old) * scratch.factors[row + r], load(old + kWidth) * scratch.factors[row + r]};
+  const ScoreRule& rule = tile.rule;
+
+  const int all = static_cast<int>(round_up(tile.count(), kWidth));
+  int first = 0, end = all;  // what any row sees, in whole vectors
+  if constexpr (!kWhole) {
+    KeyRange any{kKeys, 0};
+    for (int r = 0; r < kWidth; ++r) {
+      if (!keys[r].empty()) any = {std::min(any.begin, keys[r].begin), std::max(any.end, keys[r].end)};
+    }
+    first = static_cast<int>(any.begin / kWidth * kWidth);
+    end = static_cast<int>(round_up(any.end, kWidth));
+    for (int r = 0; r < kWidth; ++r) {
+      for (int i = 0; i < all; i += kWidth) {
+        if (i < first || i >= end) P::store_weights(weights + r * kKeys + i, Vec{});
+      }
+    }
+    if (first >= end) {
+      store(scratch.factors + row, splat(1.0f));
+      return;
+    }
   }
-  // The keys that all rows see, in whole pairs ...
-  KeyRange common{0, kTile};
-  for (int r = 0; r < kBlockRows; ++r) common = common.within(keys[r]);
-  common = {round_up(common.begin, P::kPair), common.end / P::kPair * P::kPair};
-  if (common.empty()) common = {kTile, kTile};
-  multiply<P, kBlockRows>(weights, kTile, values_panel, common.begin / P::kPair, common.end / P::kPair, sums);
-  for (int r = 0; r < kBlockRows; ++r) {
-    float* to = scratch.values + (row + r) * padded_dim + panel * kPanel;
+  // Selects v in the lanes of the keys that row r sees, `other` beside them.
+  auto select = [&](int r, int i, Vec v, float other) __attribute__((always_inline)) {
+    const IntVec key = iota() + i;
+    return (key >= static_cast<int>(keys[r].begin)) & (key < static_cast<int>(keys[r].end)) ? v : splat(other);
+  };
+  auto dot_product = [&](int r, int i) __attribute__((always_inline)) {
+    return load(scores + r * kKeys + i) * rule.factor * P::kUnit;  // not factor * kUnit, which may overflow
+  };
+  auto score = [&](int r, int i)
+                   __attribute__((always_inline)) { return kWhole ? dot_product(r, i) : load(scores + r * kKeys + i); };
+
+  Vec largest[kWidth];
+  for (int r = 0; r < kWidth; ++r) {
+    Vec largest_of_row = splat(-kInfinity);
+    if constexpr (kWhole) {
+      for (int i = 0; i < end; i += kWidth) largest_of_row = max(score(r, i), largest_of_row);
+    } else {
+      ScoreRule rule_of_row = rule;
+      float distance = 0.0f;
+      if (tile.p.alibi_slopes != nullptr) {
+        rule_of_row.slope = tile.p.alibi_slopes[tile.head * tile.group + (row + r) % tile.group];
+        distance = static_cast<float>(tile.keys.begin - tile.view.position(tile.token(row + r)));
+      }
+      for (int i = first; i < end; i += kWidth) {
+        const Vec now = select(r, i, rule_of_row.apply(dot_product(r, i), i, distance), -kInfinity);
+        store(scores + r * kKeys + i, now);
+        largest_of_row = max(now, largest_of_row);
+      }
+    }
+    largest[r] = largest_of_row;
+  }
+
+  // SoftmaxState::advance. NaN among the scores shows in the sum.
+  const Vec tile_max = max_each(largest), old = load(scratch.max + row);
+  Vec state_max = tile_max > old ? tile_max : old;
+  const Vec shift = state_max == -kInfinity ? splat(0.0f) : state_max;
+  const Vec factor = state_max == old ? splat(1.0f) : exp(old - shift);
+  float shifts[kWidth];
+  store(shifts, shift);
+
+  Vec sums[kWidth];
+  for (int r = 0; r < kWidth; ++r) {
+    Vec sum{};
+    for (int i = first; i < end; i += kWidth) {
+      Vec weight = exp(score(r, i) - shifts[r]);
+      sum += weight;
+      if (!kWhole && rule.v_scale != nullptr) weight *= select(r, i, load(rule.v_scale + i), 0.0f);
+      P::store_weights(weights + r * kKeys + i, weight);
+    }
+    sums[r] = sum;
+  }
+  const Vec sum = load(scratch.sum + row) * factor + sum_each(sums);
+  if (any(sum != sum)) {  // from NaN, or from infinity less itself?
+    for (int r = 0; r < kWidth; ++r) {
+      IntVec not_a_number{};
+      for (int i = first; i < end; i += kWidth) not_a_number |= score(r, i) != score(r, i);
+      if (any(not_a_number)) state_max[r] = kNaN;
+    }
+  }
+  store(scratch.max + row, state_max);
+  store(scratch.sum + row, sum);
+  store(scratch.factors + row, factor);
+}
+
+// values = values * factors + weights . values of the tile, for kBlockRows rows and one panel of the head dimension.
+// The rows see the keys `seen`; where `ragged`, some of them only a part, and must not multiply the others' values,
+// which are infinite or NaN.
+template <class P>
+void value_block(const PrefillScratch<P>& scratch, int64_t row, int64_t strip_row, int64_t padded_dim, int64_t panel,
+                 KeyRange seen, bool ragged) {
+  constexpr int kKeys = kTileKeys<P>;
+  const KeyRange* keys = scratch.keys + row;
+  const float* values_panel = scratch.value_panels + panel * (kKeys / P::kPair * kPanel);
+  const auto* weights = scratch.weights + strip_row * kKeys;
+  float* values = scratch.values + row * padded_dim + panel * kPanel;
+  KeyRange common{seen.begin / P::kPair * P::kPair, round_up(seen.end, P::kPair)};  // whole pairs
+  if (ragged) {
+    common = seen;
+    for (int r = 0; r < kBlockRows; ++r) common = common.within(keys[r]);
+    common = {round_up(common.begin, P::kPair), common.end / P::kPair * P::kPair};
+    if (common.empty()) common = {kKeys, kKeys};
+  }
+  Chunk sums[kBlockRows];
+  unrolled<kBlockRows>([&](auto r) __attribute__((always_inline)) {
+    const float* old = values + r * padded_dim;
+    const float factor = scratch.factors[row + r];
+    sums[r] = {load(old) * factor, load(old + kWidth) * factor};
+  });
+  multiply<P, kBlockRows>(weights, kKeys, values_panel, common.begin / P::kPair, common.end / P::kPair, sums);
+  unrolled<kBlockRows>([&](auto r) __attribute__((always_inline)) {
+    float* to = values + r * padded_dim;
     store(to, sums[r].low);
     store(to + kWidth, sums[r].high);
-  }
-  // ... and what some see beside them: a value that a row does not see must not be multiplied, as it may be NaN.
+  });
+  if (!ragged) return;
   for (int r = 0; r < kBlockRows; ++r) {
     if (keys[r].empty() || keys[r] == common) continue;
-    float* to = scratch.values + (row + r) * padded_dim + panel * kPanel;
+    float* to = values + r * padded_dim;
     Chunk sum{load(to), load(to + kWidth)};
-    multiply_ragged<P>(weights + r * kTile, values_panel, keys[r].begin, std::min(keys[r].end, common.begin), sum);
-    multiply_ragged<P>(weights + r * kTile, values_panel, std::max(keys[r].begin, common.end), keys[r].end, sum);
+    multiply_ragged<P>(weights + r * kKeys, values_panel, keys[r].begin, std::min(keys[r].end, common.begin), sum);
+    multiply_ragged<P>(weights + r * kKeys, values_panel, std::max(keys[r].begin, common.end), keys[r].end, sum);
     store(to, sum.low);
     store(to + kWidth, sum.high);
   }
 }
 
-// One tile of keys for all rows of the item; rows of the padding see no key.
+// Whether a tile's packed values are finite, so that weights of zero are as good as leaving them out.
 template <class P>
-void prefill_tile(const AttentionParams& p, const SequenceView& view, int64_t head, int64_t first_token, int64_t rows,
-                  const KeyRange& tile, PrefillScratch<P>& scratch) {
+bool values_are_finite(const PrefillScratch<P>& scratch, int count, int64_t padded_dim) {
+  constexpr uint32_t kHigh = 0x7f800000u, kLow = 0x7f80u;
+  IntVec infinite{};
+  for (int64_t d = 0; d < padded_dim; d += kPanel) {
+    const float* panel = scratch.value_panels + d * (kTileKeys<P> / P::kPair);
+    for (int64_t i = 0; i < round_up(count, P::kPair) / P::kPair * kPanel; i += kWidth) {
+      const UintVec bits = bits_of(load(panel + i));
+      infinite |= (bits & kHigh) == kHigh;
+      if (P::kPair == 2) infinite |= (bits & kLow) == kLow;
+    }
+  }
+  return !any(infinite);
+}
+
+// One tile of keys for kStripRows rows, or up to the end of the item's `rows`.
+template <class P>
+void prefill_strip(const PrefillScratch<P>& scratch, const PrefillTile& tile, int64_t first_row, int64_t rows,
+                   int64_t padded_dim, bool whole, bool finite) {
+  constexpr int kBlocks = kStripRows / kBlockRows;
+  const int64_t strip_rows = std::min<int64_t>(kStripRows, rows - first_row);
+  KeyRange seen[kBlocks];  // by any row of the block
+  int blocks = 0;
+  for (; blocks * kBlockRows < strip_rows; ++blocks) {
+    const KeyRange* keys = scratch.keys + first_row + blocks * kBlockRows;
+    KeyRange any{0, tile.count()};
+    if (!whole) {
+      any = {kTileKeys<P>, 0};
+      for (int r = 0; r < kBlockRows; ++r) {
+        if (!keys[r].empty()) any = {std::min(any.begin, keys[r].begin), std::max(any.end, keys[r].end)};
+      }
+    }
+    seen[blocks] = any;
+  }
+
+  for (int64_t panel = 0; panel * kPanel < tile.count(); ++panel) {
+    for (int b = 0; b < blocks; ++b) {
+      if (seen[b].within({panel * kPanel, (panel + 1) * kPanel}).empty()) continue;
+      score_block<P>(scratch, first_row + b * kBlockRows, b * kBlockRows, padded_dim, panel);
+    }
+  }
+  const bool plain = whole && tile.count() % kWidth == 0 && tile.p.alibi_slopes == nullptr && tile.rule.is_plain() &&
+                     tile.rule.v_scale == nullptr;
+  for (int64_t r = 0; r < strip_rows; r += kWidth) {
+    if (plain) {
+      softmax_rows<P, true>(scratch, tile, first_row + r, r);
+    } else {
+      softmax_rows<P, false>(scratch, tile, first_row + r, r);
+    }
+  }
+  for (int64_t panel = 0; panel * kPanel < padded_dim; ++panel) {
+    for (int b = 0; b < blocks; ++b) {
+      if (seen[b].empty()) continue;
+      value_block<P>(scratch, first_row + b * kBlockRows, b * kBlockRows, padded_dim, panel, seen[b],
+                     !whole && !finite);
+    }
+  }
+}
+
+// One tile of keys for all rows of the item; rows of the padding see what the last row sees.
+template <class P>
+void prefill_tile(PrefillTile& tile, int64_t rows, const PrefillScratch<P>& scratch) {
   using Element = typename P::Element;
-  const int64_t group = p.num_q_heads / p.num_kv_heads, all_rows = round_up(rows, kBlockRows);
-  const int64_t padded_dim = round_up(p.head_dim, kChunk);
-  const int count = static_cast<int>(tile.end - tile.begin);
+  const AttentionParams& p = tile.p;
+  const int64_t head = tile.head, padded_dim = round_up(p.head_dim, kChunk);
+  const int count = tile.count();
 
   pack_keys<P>(head_base<Element>(p.key_cache, head), scratch.offsets->key, count, p.head_dim, scratch.key_panels);
   pack_values<P>(head_base<Element>(p.value_cache, head), scratch.offsets->value, count, p.head_dim,
                  scratch.value_panels);
-  ScoreRule rule{p.scale * head_scale(p.k_scale, head), p.softcap, 0.0f, nullptr, nullptr};
   if (varies_by_token(p.k_scale)) {
     gather_scales(p.k_scale, scratch.offsets->k_scale, count, head, scratch.k_scale);
-    rule.k_scale = scratch.k_scale;
+    tile.rule.k_scale = scratch.k_scale;
   }
   if (varies_by_token(p.v_scale)) {
     gather_scales(p.v_scale, scratch.offsets->v_scale, count, head, scratch.v_scale);
-    rule.v_scale = scratch.v_scale;
+    tile.rule.v_scale = scratch.v_scale;
   }
 
-  for (int64_t r = 0; r < rows; ++r) {
-    const KeyRange seen = view.visible_keys(p, first_token + r / group).within(tile);
-    scratch.keys[r] = {seen.begin - tile.begin, seen.end - tile.begin};
+  bool whole = true;  // every row sees every key
+  const int64_t last_token = tile.token(rows - 1);
+  for (int64_t r = 0, token = tile.first_token; token <= last_token; ++token) {
+    const KeyRange seen = tile.view.visible_keys(p, token).within(tile.keys);
+    whole = whole && seen == tile.keys;
+    const int64_t end = token == last_token ? round_up(rows, kStripRows) : r + tile.group;
+    for (; r < end; ++r) scratch.keys[r] = {seen.begin - tile.keys.begin, seen.end - tile.keys.begin};
   }
-  std::fill(scratch.keys + rows, scratch.keys + all_rows, KeyRange{0, 0});
-
-  // A panel stays in L1 while all rows pass it.
-  auto for_each_block = [&](auto f) {
-    for (int64_t row = 0; row < all_rows; row += kBlockRows) {
-      KeyRange any{kTile, 0};
-      for (int64_t r = row; r < row + kBlockRows; ++r) {
-        if (!scratch.keys[r].empty())
-          any = {std::min(any.begin, scratch.keys[r].begin), std::max(any.end, scratch.keys[r].end)};
-      }
-      if (!any.empty()) f(row, any);
-    }
-  };
-  for (int64_t panel = 0; panel * kPanel < count; ++panel) {
-    for_each_block([&](int64_t row, const KeyRange& any) {
-      if (!any.within({panel * kPanel, (panel + 1) * kPanel}).empty()) score_block<P>(scratch, row, padded_dim, panel);
-    });
-  }
-
-  for (int64_t r = 0; r < all_rows; ++r) {
-    scratch.factors[r] = 1.0f;
-    if (scratch.keys[r].empty()) continue;
-    if (p.alibi_slopes != nullptr) rule.slope = p.alibi_slopes[head * group + r % group];
-    scratch.factors[r] =
-        softmax_tile<P>(scratch.states[r], scratch.scores + r * kTile, scratch.weights + r * kTile, scratch.keys[r],
-                        static_cast<float>(tile.begin - view.position(first_token + r / group)), rule);
-  }
-
-  for (int64_t panel = 0; panel * kPanel < padded_dim; ++panel) {
-    for_each_block([&](int64_t row, const KeyRange&) { value_block<P>(scratch, row, padded_dim, panel); });
-  }
+  const bool finite = whole || values_are_finite(scratch, count, padded_dim);
+  for (int64_t r = 0; r < rows; r += kStripRows) prefill_strip<P>(scratch, tile, r, rows, padded_dim, whole, finite);
 }
 
 // One item of work: the tile of query tokens item.part, for the head item.head_begin.
@@ -271,7 +437,7 @@ void prefill_item(const AttentionParams& p, const SequencePlan& plan, const Work
   const int64_t group = p.num_q_heads / p.num_kv_heads, head = item.head_begin;
   const int64_t first_token = item.part * tokens_per_tile(p);
   const int64_t last_token = std::min(view.query_len, first_token + tokens_per_tile(p));
-  const int64_t rows = (last_token - first_token) * group, all_rows = round_up(rows, kBlockRows);
+  const int64_t rows = (last_token - first_token) * group, all_rows = round_up(rows, kStripRows);
   const int64_t padded_dim = round_up(p.head_dim, kChunk);
 
   for (int64_t r = 0; r < rows; ++r) {
@@ -280,21 +446,30 @@ void prefill_item(const AttentionParams& p, const SequencePlan& plan, const Work
   }
   std::fill(scratch.query + rows * padded_dim, scratch.query + all_rows * padded_dim, typename P::Operand{});
   std::fill_n(scratch.values, all_rows * padded_dim, 0.0f);
-  std::fill_n(scratch.states, all_rows, SoftmaxState{});
+  std::fill_n(scratch.max, all_rows, -kInfinity);
+  std::fill_n(scratch.sum, all_rows, 0.0f);
 
   const KeyRange keys = view.visible_keys(p, first_token, last_token);
   const PageTable table(p, view.seq);
-  for (int64_t first = keys.begin; first < keys.end;) {
-    const KeyRange tile{first, std::min(keys.end, (first / kTile + 1) * kTile)};
-    table.locate(tile.begin, static_cast<int>(tile.end - tile.begin), kWidth, *scratch.offsets);
-    prefill_tile<P>(p, view, head, first_token, rows, tile, scratch);
-    first = tile.end;
+  PrefillTile tile{p,
+                   view,
+                   head,
+                   group,
+                   first_token,
+                   {keys.begin, keys.begin},
+                   {p.scale * head_scale(p.k_scale, head), p.softcap, 0.0f, nullptr, nullptr}};
+  while (tile.keys.end < keys.end) {
+    constexpr int64_t kKeys = kTileKeys<P>;
+    const int64_t first = tile.keys.end;
+    tile.keys = {first, std::min(keys.end, (first / kKeys + 1) * kKeys)};
+    table.locate(first, tile.count(), kWidth, *scratch.offsets);
+    prefill_tile<P>(tile, rows, scratch);
   }
 
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t token = first_token + r / group;
     finish_row<P>(p, view.query_begin + token, head * group + r % group, !view.visible_keys(p, token).empty(),
-                  scratch.states[r], scratch.values + r * padded_dim);
+                  {scratch.max[r], scratch.sum[r]}, scratch.values + r * padded_dim);
   }
 }
 

@@ -256,7 +256,11 @@ struct BFloat16Products : FloatScores {
     return 1.0f;
   }
 
-  static PAGED_KV_INLINE void store_weights(Weight* p, Vec weights) { store(p, weights); }
+  // Subnormal weights become zero, as the product would take them.
+  static PAGED_KV_INLINE void store_weights(Weight* p, Vec weights) {
+    const auto words = _mm512_cvtneps_pbh(weights);
+    std::memcpy(p, &words, sizeof(words));
+  }
 };
 #endif
 

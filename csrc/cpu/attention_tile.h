@@ -49,6 +49,18 @@ struct ScoreRule {
   const float* k_scale;  // [kTile], or null
   const float* v_scale;  // [kTile], or null; multiplies the weights, once their sum is taken
   float unit = 1.0f;     // of the dot products, where query rows are scaled
+
+  // Whether scores are dot products times factors that all keys share.
+  bool is_plain() const { return k_scale == nullptr && softcap == 0 && slope == 0; }
+
+  // The rest of the rule, for the scores of keys i, i + 1, ..., the first key of the tile standing `distance` after the
+  // query.
+  PAGED_KV_INLINE Vec apply(Vec score, int i, float distance) const {
+    if (k_scale != nullptr) score *= load(k_scale + i);
+    if (softcap > 0) score = softcap * tanh(score / softcap);
+    if (slope != 0) score += slope * (__builtin_convertvector(iota() + i, Vec) + distance);
+    return score;
+  }
 };
 
 inline bool varies_by_token(const ScaleView& scale) {
@@ -88,14 +100,11 @@ float softmax_tile(SoftmaxState& state, float* scores, typename P::Weight* weigh
     if constexpr (P::kScaled) dot *= rule.unit;
     return dot * rule.factor * P::kUnit;  // not factor * kUnit, which may overflow
   };
-  if (whole && rule.k_scale == nullptr && rule.softcap == 0 && rule.slope == 0) {
+  if (whole && rule.is_plain()) {
     for (int i = first; i < end; i += kWidth) add_score(i, dot_product(i));
   } else {
     for (int i = first; i < end; i += kWidth) {
-      Vec score = dot_product(i);
-      if (rule.k_scale != nullptr) score *= load(rule.k_scale + i);
-      if (rule.softcap > 0) score = rule.softcap * tanh(score / rule.softcap);
-      if (rule.slope != 0) score += rule.slope * (__builtin_convertvector(iota() + i, Vec) + distance);
+      const Vec score = rule.apply(dot_product(i), i, distance);
       add_score(i, select(i, score, -kInfinity));
     }
   }
@@ -117,8 +126,7 @@ float softmax_tile(SoftmaxState& state, float* scores, typename P::Weight* weigh
 }
 
 // Scales of the tokens of a tile, gathered for one head.
-inline void gather_scales(const ScaleView& scale, const int64_t (&offsets)[kTile], int count, int64_t head,
-                          float* out) {
+inline void gather_scales(const ScaleView& scale, const int64_t* offsets, int count, int64_t head, float* out) {
   for (int i = 0; i < count; ++i) out[i] = scale.data[offsets[i] + head * scale.stride_head];
 }
 
@@ -128,7 +136,9 @@ template <class P>
 void write_row(const float* values, float factor, float scale, void* row, DType dtype, int64_t head_dim) {
   auto write = [&](auto* out) -> Error {
     for (int64_t i = 0; i < head_dim; i += kChunk) {
-      P::store_chunk(out + i, {load(values + i) * factor * scale, load(values + i + kWidth) * factor * scale},
+      // + 0: where prefill multiplies a value by a weight of zero, -0 from an underflow has become 0.
+      const Vec low = load(values + i) + 0.0f, high = load(values + i + kWidth) + 0.0f;
+      P::store_chunk(out + i, {low * factor * scale, high * factor * scale},
                      static_cast<int>(std::min<int64_t>(head_dim - i, kChunk)));
     }
     return nullptr;

@@ -85,8 +85,11 @@ PAGED_KV_INLINE Vec fma(Vec a, Vec b, Vec c) {
 
 // The larger; b where one of them is NaN.
 PAGED_KV_INLINE Vec max(Vec a, Vec b) {
-#if PAGED_KV_WIDTH == 8
-  return _mm256_max_ps(a, b);  // which GCC does not see in a comparison and a choice
+  // GCC does not always see it in a comparison and a choice.
+#if PAGED_KV_WIDTH == 16
+  return _mm512_maskz_max_ps(0xffff, a, b);
+#elif PAGED_KV_WIDTH == 8
+  return _mm256_max_ps(a, b);
 #else
   return a > b ? a : b;
 #endif
@@ -94,7 +97,9 @@ PAGED_KV_INLINE Vec max(Vec a, Vec b) {
 
 // The smaller; b where one of them is NaN.
 PAGED_KV_INLINE Vec min(Vec a, Vec b) {
-#if PAGED_KV_WIDTH == 8
+#if PAGED_KV_WIDTH == 16
+  return _mm512_maskz_min_ps(0xffff, a, b);
+#elif PAGED_KV_WIDTH == 8
   return _mm256_min_ps(a, b);
 #else
   return a < b ? a : b;
@@ -383,38 +388,50 @@ PAGED_KV_INLINE V outer_pairs(V a, V b) {
 #endif
 }
 
-// In each group of four lanes i: sums over the group's lanes of a, b, c and d.
-template <class V>
-PAGED_KV_INLINE V add_quads(V a, V b, V c, V d) {
-  const V ab = outer_pairs(a, b) + shuffle<2, 3, 0, 1>(a, b), cd = outer_pairs(c, d) + shuffle<2, 3, 0, 1>(c, d);
-  return shuffle<0, 2, 0, 2>(ab, cd) + shuffle<1, 3, 1, 3>(ab, cd);
+// In each group of four lanes i: f over the group's lanes of a, b, c and d.
+template <class V, class F>
+PAGED_KV_INLINE V reduce_quads(V a, V b, V c, V d, F f) {
+  const V ab = f(outer_pairs(a, b), shuffle<2, 3, 0, 1>(a, b)), cd = f(outer_pairs(c, d), shuffle<2, 3, 0, 1>(c, d));
+  return f(shuffle<0, 2, 0, 2>(ab, cd), shuffle<1, 3, 1, 3>(ab, cd));
 }
 
 #if PAGED_KV_WIDTH == 16
-// Groups of four lanes (2i, 2i + 1) of a, then of b, added.
-template <class V>
-PAGED_KV_INLINE V add_neighbour_quads(V a, V b) {
-  return V(_mm512_shuffle_f32x4(Vec(a), Vec(b), 0x88)) + V(_mm512_shuffle_f32x4(Vec(a), Vec(b), 0xdd));
+// f of the groups of four lanes 2i and 2i + 1 of a, then of b.
+template <class V, class F>
+PAGED_KV_INLINE V reduce_neighbour_quads(V a, V b, F f) {
+  // Not _mm512_shuffle_f32x4, whose ignored operand GCC 12 takes for uninitialised.
+  return f(__builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
 }
 #endif
 
-}  // namespace detail
-
-// sums[i] = the sum over the lanes of v[i], for kWidth vectors of floats or integers at once. A tree, the same for
-// every i.
-template <class V>
-PAGED_KV_INLINE V sum_each(const V (&v)[kWidth]) {
+// Lane i of the result is f over the lanes of v[i]. A tree, the same for every i.
+template <class V, class F>
+PAGED_KV_INLINE V reduce_each(const V (&v)[kWidth], F f) {
   V quads[kWidth / 4];
-  for (int i = 0; i < kWidth; i += 4) quads[i / 4] = detail::add_quads(v[i], v[i + 1], v[i + 2], v[i + 3]);
+  for (int i = 0; i < kWidth; i += 4) quads[i / 4] = reduce_quads(v[i], v[i + 1], v[i + 2], v[i + 3], f);
 #if PAGED_KV_WIDTH == 16
-  using detail::add_neighbour_quads;
-  return add_neighbour_quads(add_neighbour_quads(quads[0], quads[1]), add_neighbour_quads(quads[2], quads[3]));
+  return reduce_neighbour_quads(reduce_neighbour_quads(quads[0], quads[1], f),
+                                reduce_neighbour_quads(quads[2], quads[3], f), f);
 #elif PAGED_KV_WIDTH == 8
   const Vec a = Vec(quads[0]), b = Vec(quads[1]);
-  return V(_mm256_blend_ps(a, b, 0xf0)) + V(_mm256_permute2f128_ps(a, b, 0x21));
+  return f(V(_mm256_blend_ps(a, b, 0xf0)), V(_mm256_permute2f128_ps(a, b, 0x21)));
 #else
   return quads[0];
 #endif
+}
+
+}  // namespace detail
+
+// sums[i] = the sum over the lanes of v[i], for kWidth vectors of floats or integers at once.
+template <class V>
+PAGED_KV_INLINE V sum_each(const V (&v)[kWidth]) {
+  return detail::reduce_each(v, [](V a, V b) __attribute__((always_inline)) { return a + b; });
+}
+
+// The largest lane of each of kWidth vectors; no lane may be NaN.
+PAGED_KV_INLINE Vec max_each(const Vec (&v)[kWidth]) {
+  return detail::reduce_each(v, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); });
 }
 
 namespace detail {
@@ -475,7 +492,11 @@ PAGED_KV_INLINE Vec exp(Vec x) {
   const Vec p = fma(fma(fma(high, square, middle), square, low), square, r);
   // Multiplied, where adding to the exponent would do for numbers, so that NaN stays NaN.
   const Vec power = from_bits((bits_of(shifted) << 23) + 0x3f800000u);
+#if PAGED_KV_WIDTH == 16
+  return x != -kInfinity ? fma(p, power, power) : Vec{};
+#else
   return from_bits(bits_of(fma(p, power, power)) & reinterpret_cast<UintVec>(x != -kInfinity));
+#endif
 }
 
 // tanh within 2 ulp, near zero too, where the quotient of exponentials would lose all digits. (Cephes, tanhf.)

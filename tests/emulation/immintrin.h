@@ -11,6 +11,8 @@
 #include <simde/x86/avx512/dpbf16.h>
 #include <simde/x86/avx512/fmadd.h>
 #include <simde/x86/avx512/madd.h>
+#include <simde/x86/avx512/max.h>
+#include <simde/x86/avx512/min.h>
 #include <simde/x86/avx512/permutex2var.h>
 #include <simde/x86/avx512/shuffle.h>
 #include <simde/x86/avx512/unpackhi.h>
@@ -70,6 +72,28 @@ inline simde__m512i widen_uint8(__m256i v) {
   return join(_mm256_cvtepu8_epi16(_mm256_castsi256_si128(v)), _mm256_cvtepu8_epi16(_mm256_extracti128_si256(v, 1)));
 }
 
+// Rounds to nearest even; subnormals become zero, and NaN quiet.
+inline __m256i to_bfloat16(simde__m512 v) {
+  uint32_t lanes[16];
+  uint16_t words[16];
+  std::memcpy(lanes, &v, sizeof(v));
+  for (int i = 0; i < 16; ++i) {
+    uint32_t raw = lanes[i];
+    const uint32_t magnitude = raw & 0x7fffffff;
+    if (magnitude > 0x7f800000) {
+      raw |= 0x400000;
+    } else if (magnitude < 0x00800000) {
+      raw &= 0x80000000;
+    } else {
+      raw += 0x7fff + (raw >> 16 & 1);
+    }
+    words[i] = static_cast<uint16_t>(raw >> 16);
+  }
+  __m256i result;
+  std::memcpy(&result, words, sizeof(result));
+  return result;
+}
+
 }  // namespace emulation
 
 #undef _mm512_maskz_loadu_epi32
@@ -93,6 +117,7 @@ inline simde__m512i widen_uint8(__m256i v) {
 #define _mm512_cvtepi8_epi32(v) emulation::widen_int8(v)
 #define _mm512_cvtepu8_epi16(v) emulation::widen_uint8(v)
 #define _mm512_maskz_cvtph_ps(mask, v) emulation::from_half(mask, v)
+#define _mm512_cvtneps_pbh(v) emulation::to_bfloat16(v)
 #define _mm512_maskz_cvtps_ph(mask, v, rounding) emulation::to_half<rounding>(mask, v)
 
 // What the kernels ask the compiler for.
