@@ -75,9 +75,10 @@ struct DecodeScratch {
 };
 
 // What to fetch while a tile is computed. Blocks lie anywhere, so the hardware does not see them coming: decode of
-// scattered blocks takes twice as long without. Only so many requests can wait for memory at once: where arithmetic
-// leaves the time, they are spread over both products. With AVX2 that is so for several rows, which gains 5 %, while
-// for one row it loses 10 %; with AVX-512 for one row, too, but in float32: 5 to 9 % in bfloat16, a quarter in bytes.
+// scattered blocks takes twice as long without. Only so many requests can wait for memory at once, so where arithmetic
+// leaves the time they are spread: over both products, and within each over its multiply-adds, a few lines beside as
+// many elements, which takes 0.87 to 0.98 of what whole rows at once take. For one row there is little arithmetic.
+// There whole rows are better, and with AVX2, or in float32, all of them beside the scores.
 template <class T>
 struct Fetch {
   static constexpr int kLine = 64;      // bytes
@@ -89,33 +90,34 @@ struct Fetch {
   // Values of this tile from L2 into L1, where they are not there yet; of bytes, that loses 2 to 4 %.
   static constexpr bool kThisValues = kNextValues == 2 && sizeof(T) > 1;
   template <int kRows>
-  static constexpr bool kSpread = kRows > 1 || (kLargeL1 && sizeof(T) <= 2);
+  static constexpr bool kBesideValues = kRows > 1 || (kLargeL1 && sizeof(T) <= 2);
 
   const T *key_head, *value_head, *next_key_head, *next_value_head;
   const TokenOffsets<kTile>&tile, &next;
   int64_t count, next_count, row_lines;
 
-  // Beside the scores of a token for kRows rows.
+  // Before the scores of a token for kRows rows.
   template <int kRows>
-  PAGED_KV_INLINE void beside_score(int64_t token) const {
-    if (kThisValues && token < count) row_to_cache<3>(value_head + tile.value[token]);
-    if (!kLargeL1 && kRows == 1 && token + kKeysAhead < count) row_to_cache<3>(key_head + tile.key[token + kKeysAhead]);
-    if (token < next_count) {
-      row_to_cache<kNextKeys>(next_key_head + next.key[token]);
-      if (!kSpread<kRows>) row_to_cache<kNextValues>(next_value_head + next.value[token]);
-    }
+  PAGED_KV_INLINE void before_score(int64_t token) const {
+    if (kRows > 1) return;
+    if (kThisValues) row_to_cache<3>(value_head, tile.value, count, token);
+    if (!kLargeL1) row_to_cache<3>(key_head, tile.key, count, token + kKeysAhead);
+    row_to_cache<kNextKeys>(next_key_head, next.key, next_count, token);
+    if (!kBesideValues<kRows>) row_to_cache<kNextValues>(next_value_head, next.value, next_count, token);
   }
 
-  // Beside the elements [d, d + kElements) of a value, which is part of a pass over all tokens: what that pass is to
-  // fetch of the next tile's values. Where a line takes several passes, they share its tokens.
+  // Beside the elements [d, d + kElements) of a token's key, for kRows rows.
+  template <int kRows, int kElements>
+  PAGED_KV_INLINE void beside_key(int64_t token, int64_t d) const {
+    if (kRows == 1) return;
+    if (kThisValues) part_to_cache<3, kElements>(value_head, tile.value, count, token, d);
+    part_to_cache<kNextKeys, kElements>(next_key_head, next.key, next_count, token, d);
+  }
+
+  // Beside the elements [d, d + kElements) of a token's value.
   template <int kRows, int kElements>
   PAGED_KV_INLINE void beside_value(int64_t token, int64_t d) const {
-    constexpr int kBytes = kElements * sizeof(T), kPasses = kBytes < kLine ? kLine / kBytes : 1;
-    if (!kSpread<kRows> || token % kPasses != 0) return;
-    const int64_t mine = token + d / kElements % kPasses;
-    if (mine < next_count) {
-      lines_to_cache<kNextValues>(next_value_head + next.value[mine] + d, (kBytes + kLine - 1) / kLine);
-    }
+    if (kBesideValues<kRows>) part_to_cache<kNextValues, kElements>(next_value_head, next.value, next_count, token, d);
   }
 
  private:
@@ -132,8 +134,18 @@ struct Fetch {
     if (lines & 1) fetch(std::integral_constant<int, 1>{});
   }
   template <int kLocality>
-  PAGED_KV_INLINE void row_to_cache(const T* row) const {
-    lines_to_cache<kLocality>(row, row_lines);
+  PAGED_KV_INLINE void row_to_cache(const T* head, const int64_t* rows, int64_t limit, int64_t token) const {
+    if (token < limit) lines_to_cache<kLocality>(head + rows[token], row_lines);
+  }
+  // The lines of a token's elements [d, d + kElements), as one of the passes over all tokens that each take so many
+  // elements. Where a line takes several passes, they share its tokens.
+  template <int kLocality, int kElements>
+  static PAGED_KV_INLINE void part_to_cache(const T* head, const int64_t* rows, int64_t limit, int64_t token,
+                                            int64_t d) {
+    constexpr int kBytes = kElements * sizeof(T), kPasses = kBytes < kLine ? kLine / kBytes : 1;
+    if (token % kPasses != 0) return;
+    const int64_t mine = token + d / kElements % kPasses;
+    if (mine < limit) lines_to_cache<kLocality>(head + rows[mine] + d, (kBytes + kLine - 1) / kLine);
   }
 };
 
@@ -148,10 +160,15 @@ void score_rows(const typename P::Operand* query, int64_t padded_dim, int64_t he
     const typename P::Element* key[kTokens];
     for (int i = 0; i < kTokens; ++i) key[i] = key_head + offsets[t + i];
     typename P::Sum sums[kSums]{};  // [kRows][kTokens]
-    if (fetch != nullptr) {
-      for (int i = 0; i < kTokens; ++i) fetch->template beside_score<kRows>(t + i);
-    }
+    auto for_each_token = [&](auto f) __attribute__((always_inline)) {
+      if (fetch != nullptr) {
+        for (int i = 0; i < kTokens; ++i) f(t + i);
+      }
+    };
+    for_each_token([&](int64_t token) __attribute__((always_inline)) { fetch->template before_score<kRows>(token); });
     auto add_chunk = [&](int64_t d, int chunk) __attribute__((always_inline)) {
+      for_each_token([&](int64_t token)
+                         __attribute__((always_inline)) { fetch->template beside_key<kRows, kChunk>(token, d); });
       typename P::Key chunks[kTokens];
       if constexpr (requires { &P::load_two_keys; }) {
         for (int i = 0; i < kTokens; i += 2) P::load_two_keys(key[i] + d, key[i + 1] + d, chunk, chunks + i);
