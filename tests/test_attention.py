@@ -20,7 +20,9 @@ from cases import (
     row_view,
 )
 from compare import assert_close, assert_same_bits, error_of
+from conftest import Backend
 
+import paged_kv
 from paged_kv import reference
 
 GUARD = 12288.0  # exact in every dtype
@@ -240,19 +242,23 @@ def test_every_byte_is_the_number_it_stands_for(
 
 @pytest.mark.parametrize("tokens", [1, 32], ids=["decode", "prefill"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_subnormal_weight_of_an_infinite_value_counts(dtype: torch.dtype, tokens: int, backend) -> None:
-    """The first token, whose weight is the smallest normal number, and with its scale a subnormal one."""
+@pytest.mark.parametrize("isa", paged_kv.build_info().isas_supported)
+def test_cpus_keep_a_weight_from_being_too_small_for_an_infinite_value(
+    isa: str, dtype: torch.dtype, tokens: int
+) -> None:
+    """The first token, whose weight is the smallest normal number, and subnormal with its scale."""
     case = Case(
         seqs=((tokens, 40),), heads=(1, 1), dtype=dtype, cache_dtype=torch.float8_e5m2, v_scale="token"
     )
-    args = make_inputs(case, backend.device).args
+    args = make_inputs(case).args
     block = args["block_tables"][0, 0]
     args["query"].fill_(1)
     args["key_cache"].view(torch.uint8).fill_(0)
     args["key_cache"].view(torch.uint8)[block, :, 0] = 0xFA  # -49152
     args["value_cache"].view(torch.uint8)[block, :, 0] = 0x7C  # inf
     args["v_scale"].fill_(2.0**-20)
-    out, lse = backend.ops.paged_attention(**args)
+    with Backend(f"cpu[{isa}]", isa=isa).active() as backend:
+        out, lse = backend.ops.paged_attention(**args)
     assert out.isposinf().all() and lse.isfinite().all()
 
 

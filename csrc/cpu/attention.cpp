@@ -2,8 +2,8 @@
 // attention_prefill.h do the work, attention_plan.h says how it is cut.
 #include <memory>
 
+#include "cpu/attention_bytes.h"
 #include "cpu/attention_decode.h"
-#include "cpu/attention_float8.h"
 #include "cpu/attention_int8.h"
 #include "cpu/attention_plan.h"
 #include "cpu/attention_prefill.h"
@@ -219,11 +219,11 @@ struct ProductsFor<BFloat16, kBFloat16Queries> {
 };
 template <>
 struct ProductsFor<Float8E4M3, true> {
-  using type = Float8Products<Float8E4M3>;
+  using type = ByteProducts<Float8E4M3>;
 };
 template <>
 struct ProductsFor<Float8E5M2, true> {
-  using type = Float8Products<Float8E5M2>;
+  using type = ByteProducts<Float8E5M2>;
 };
 #endif
 

@@ -2,51 +2,63 @@
 // added in 32 bits without rounding (vpmaddwd), twice as many an instruction as float32 has, and no conversion to
 // float32 before. Each query row becomes 16-bit integers in a unit of its own, a power of two: a bfloat16 of at least
 // 1/128 of its row's largest is exact, all others are off by at most half the unit, which is 2^-15 to 2^-14 of the
-// largest. Rows without a unit (infinities, NaN, numbers near the ends of float32) go by float32, as other queries do.
-// Softmax weights are not for this: next to one that is large and whose value is small, as the first token's often is,
-// all others of a tile round to nothing.
+// largest. Rows without a unit (infinities, NaN, numbers near the ends of float32), and values, go by bfloat16 where
+// the CPU multiplies that, else by float32. Integers are not for softmax weights: next to one that is large and whose
+// value is small, as the first token's often is, all others of a tile round to nothing.
 #pragma once
 
+#include "cpu/attention_bytes.h"
 #include "cpu/attention_tile.h"
 
 namespace paged_kv::cpu::PAGED_KV_ISA {
 
 #if PAGED_KV_WIDTH >= 8
-struct Int8Products : FloatProducts<int8_t> {
-  using Fallback = FloatProducts<int8_t>;
+#ifdef __AVX512BF16__
+using Int8Fallback = ByteProducts<int8_t>;
+#else
+using Int8Fallback = FloatProducts<int8_t>;
+#endif
+
+struct Int8Products : Int8Fallback {
+  using Fallback = Int8Fallback;
   using Key = IntVec;  // 16-bit elements
   using Operand = int16_t;
   using Sum = IntVec;
   static constexpr bool kScaled = true;
 
 #if PAGED_KV_WIDTH == 16
-  using Bytes = __m256i;
-  static PAGED_KV_INLINE IntVec widen(Bytes bytes) { return reinterpret_cast<IntVec>(_mm512_cvtepi8_epi16(bytes)); }
-  static PAGED_KV_INLINE IntVec multiply(IntVec a, IntVec b) {
-    return reinterpret_cast<IntVec>(_mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+  static PAGED_KV_INLINE IntVec widen(Bytes bytes) {
+    return reinterpret_cast<IntVec>(_mm512_cvtepi8_epi16(reinterpret_cast<__m256i>(bytes)));
+  }
+  static PAGED_KV_INLINE IntVec multiply_add(IntVec a, IntVec b, IntVec sum) {
+    const __m512i left = reinterpret_cast<__m512i>(a), right = reinterpret_cast<__m512i>(b);
+#ifdef __AVX512VNNI__
+    return reinterpret_cast<IntVec>(_mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum), left, right));
+#else
+    return sum + reinterpret_cast<IntVec>(_mm512_madd_epi16(left, right));
+#endif
   }
 #else
-  using Bytes = __m128i;
-  static PAGED_KV_INLINE IntVec widen(Bytes bytes) { return reinterpret_cast<IntVec>(_mm256_cvtepi8_epi16(bytes)); }
-  static PAGED_KV_INLINE IntVec multiply(IntVec a, IntVec b) {
-    return reinterpret_cast<IntVec>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+  static PAGED_KV_INLINE IntVec widen(Bytes bytes) {
+    return reinterpret_cast<IntVec>(_mm256_cvtepi8_epi16(reinterpret_cast<__m128i>(bytes)));
+  }
+  static PAGED_KV_INLINE IntVec multiply_add(IntVec a, IntVec b, IntVec sum) {
+    return sum +
+           reinterpret_cast<IntVec>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
   }
 #endif
 
-  static PAGED_KV_INLINE Key load_key(const int8_t* p, int count = kChunk) {
-    Bytes bytes{};
-    if (count == kChunk) {
-      std::memcpy(&bytes, p, sizeof(bytes));
-    } else {
-      detail::copy_some<sizeof(bytes)>(&bytes, p, count);
-    }
-    return widen(bytes);
+  static PAGED_KV_INLINE Key load_key(const int8_t* p, int count = kChunk) { return widen(load_bytes(p, count)); }
+
+  static PAGED_KV_INLINE void load_two_keys(const int8_t* first, const int8_t* second, int count, Key* keys) {
+    keys[0] = load_key(first, count);
+    keys[1] = load_key(second, count);
   }
 
   template <int kTokens>
   static PAGED_KV_INLINE void add_scores(Sum* sums, const Key (&keys)[kTokens], const Operand* query) {
     const IntVec elements = keep(reinterpret_cast<IntVec>(detail::load_bits<UintVec>(query, kWidth)));
-    for (int i = 0; i < kTokens; ++i) sums[i] += multiply(keys[i], elements);
+    for (int i = 0; i < kTokens; ++i) sums[i] = multiply_add(keys[i], elements, sums[i]);
   }
   static PAGED_KV_INLINE Vec to_floats(Sum sum) { return __builtin_convertvector(sum, Vec); }
 

@@ -2,7 +2,7 @@
 // how a chunk of a cache row becomes vectors, so that the kernels are written once:
 //   FloatProducts<T>     converts to float32 and multiplies there
 //   BFloat16Products     leaves bfloat16 as it is and multiplies pairs, where the CPU can (vdpbf16ps)
-//   Float8Products<T>    makes bfloat16 of float8, for bfloat16 queries on such CPUs
+//   ByteProducts<T>      makes bfloat16 of bytes, for bfloat16 queries on such CPUs
 //   Int8Products         multiplies int8 keys with 16-bit integers, for decode with bfloat16 queries
 // A chunk is 2 * kWidth neighbouring elements of the head dimension, two vectors of floats in an order of the policy's
 // own, the *lane order*: sums over the dimension do not care, and output rows are put right at the end.
@@ -31,17 +31,29 @@ PAGED_KV_INLINE Chunk load_chunk(const T* p) {
   return {load(p), load(p + kWidth)};
 }
 
-// A chunk of float8, those of e4m3 in units of 1 / kE4M3PerHalf.
-template <class T>
-PAGED_KV_INLINE Chunk load_float8(const T* p, int count) {
-  typedef uint8_t Bytes __attribute__((vector_size(kChunk)));
+// The first `count` elements of a byte each as they are, then zeros; 0 < count <= kChunk.
+typedef uint8_t Bytes __attribute__((vector_size(kChunk)));
+PAGED_KV_INLINE Bytes load_bytes(const void* p, int count = kChunk) {
   Bytes bytes{};
   if (count == kChunk) {
     std::memcpy(&bytes, p, sizeof(bytes));
-  } else {
-    detail::copy_some<sizeof(bytes)>(&bytes, p, count);
+    return bytes;
   }
-  const auto [high, low] = detail::half_bytes(T{}, bytes);
+#if PAGED_KV_WIDTH == 16
+  return reinterpret_cast<Bytes>(_mm256_maskz_loadu_epi8((1u << count) - 1, p));
+#else
+#if PAGED_KV_WIDTH == 8
+  if (count == kWidth) return reinterpret_cast<Bytes>(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+#endif
+  detail::copy_some<sizeof(bytes)>(&bytes, p, count);
+  return bytes;
+#endif
+}
+
+// A chunk of float8, those of e4m3 in units of 1 / kE4M3PerHalf.
+template <class T>
+PAGED_KV_INLINE Chunk load_float8(const T* p, int count) {
+  const auto [high, low] = detail::half_bytes(T{}, load_bytes(p, count));
 #if PAGED_KV_WIDTH == 8
   const __m128i a = reinterpret_cast<__m128i>(low), b = reinterpret_cast<__m128i>(high);
   return {_mm256_cvtph_ps(_mm_unpacklo_epi8(a, b)), _mm256_cvtph_ps(_mm_unpackhi_epi8(a, b))};

@@ -6,15 +6,18 @@
 #include_next <immintrin.h>
 
 #define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512/abs.h>
 #include <simde/x86/avx512/cast.h>
 #include <simde/x86/avx512/cvt.h>
 #include <simde/x86/avx512/dpbf16.h>
+#include <simde/x86/avx512/dpwssd.h>
 #include <simde/x86/avx512/fmadd.h>
 #include <simde/x86/avx512/madd.h>
 #include <simde/x86/avx512/max.h>
 #include <simde/x86/avx512/min.h>
 #include <simde/x86/avx512/permutex2var.h>
 #include <simde/x86/avx512/shuffle.h>
+#include <simde/x86/avx512/test.h>
 #include <simde/x86/avx512/unpackhi.h>
 #include <simde/x86/avx512/unpacklo.h>
 
@@ -127,4 +130,5 @@ inline __m256i to_bfloat16(simde__m512 v) {
 #define __AVX512VL__ 1
 #ifdef PAGED_KV_EMULATE_BF16
 #define __AVX512BF16__ 1
+#define __AVX512VNNI__ 1
 #endif
