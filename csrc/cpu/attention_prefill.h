@@ -264,10 +264,11 @@ void softmax_rows(const PrefillScratch<P>& scratch, const PrefillTile& tile, int
   }
 
   // SoftmaxState::advance. NaN among the scores shows in the sum.
+  constexpr float kLog2E = 1.44269504f;
   const Vec tile_max = max_each(largest), old = load(scratch.max + row);
   Vec state_max = tile_max > old ? tile_max : old;
   const Vec shift = state_max == -kInfinity ? splat(0.0f) : state_max;
-  const Vec factor = state_max == old ? splat(1.0f) : exp(old - shift);
+  const Vec factor = state_max == old ? splat(1.0f) : exp2((old - shift) * kLog2E);
   float shifts[kWidth];
   store(shifts, shift);
 
@@ -275,7 +276,7 @@ void softmax_rows(const PrefillScratch<P>& scratch, const PrefillTile& tile, int
   for (int r = 0; r < kWidth; ++r) {
     Vec sum{};
     for (int i = first; i < end; i += kWidth) {
-      Vec weight = exp(score(r, i) - shifts[r]);
+      Vec weight = exp2((score(r, i) - shifts[r]) * kLog2E);
       sum += weight;
       if (!kWhole && rule.v_scale != nullptr) weight *= select(r, i, load(rule.v_scale + i), 0.0f);
       P::store_weights(weights + r * kKeys + i, weight);

@@ -471,6 +471,18 @@ PAGED_KV_INLINE bool any(IntVec mask) {
 // ---------------------------------------------------------------------------------------------------------------
 // Functions
 
+namespace detail {
+
+PAGED_KV_INLINE Vec zero_if(IntVec mask, Vec v) {
+#if PAGED_KV_WIDTH == 16
+  return mask ? Vec{} : v;  // part of the instruction before
+#else
+  return from_bits(bits_of(v) & ~reinterpret_cast<UintVec>(mask));
+#endif
+}
+
+}  // namespace detail
+
 // e^x within 1.1 ulp for x <= 88; NaN for NaN, and 0 for -inf alone: below -87.3 it stays at the smallest normal
 // number, so that the weight of a finite score times an infinite value is infinite, as in exact arithmetic, and never
 // NaN.
@@ -492,11 +504,23 @@ PAGED_KV_INLINE Vec exp(Vec x) {
   const Vec p = fma(fma(fma(high, square, middle), square, low), square, r);
   // Multiplied, where adding to the exponent would do for numbers, so that NaN stays NaN.
   const Vec power = from_bits((bits_of(shifted) << 23) + 0x3f800000u);
-#if PAGED_KV_WIDTH == 16
-  return x != -kInfinity ? fma(p, power, power) : Vec{};
-#else
-  return from_bits(bits_of(fma(p, power, power)) & reinterpret_cast<UintVec>(x != -kInfinity));
-#endif
+  return detail::zero_if(x == -kInfinity, fma(p, power, power));
+}
+
+// 2^x within 2.3 ulp for x < 128, in a third fewer operations than e^x; NaN for NaN, 0 for -inf alone, and no less than
+// the smallest normal number for others, as there.
+PAGED_KV_INLINE Vec exp2(Vec x) {
+  constexpr float kToInteger = 12582912.0f;
+  const Vec bounded = max(splat(-126.0f), x);
+  const Vec shifted = bounded + kToInteger;
+  const Vec r = bounded - (shifted - kToInteger);
+  // Minimax polynomial of (2^r - 1) / r on [-1/2, 1/2], of the relative error of 2^r.
+  const Vec square = r * r;
+  const Vec low = fma(splat(2.4022242427e-1f), r, splat(6.9314700365e-1f));
+  const Vec middle = fma(splat(9.6715129912e-3f), r, splat(5.5507335812e-2f));
+  const Vec p = fma(fma(splat(1.3264727313e-3f), square, middle), square, low);
+  const Vec power = from_bits((bits_of(shifted) << 23) + 0x3f800000u);
+  return detail::zero_if(x == -kInfinity, fma(p, power * r, power));
 }
 
 // tanh within 2 ulp, near zero too, where the quotient of exponentials would lose all digits. (Cephes, tanhf.)
