@@ -9,8 +9,8 @@
 
 namespace paged_kv::cpu::PAGED_KV_ISA {
 
-inline constexpr int kPanel = 2 * kWidth;                                   // columns of a panel: two vectors
-inline constexpr int kBlockRows = kWidth == 16 ? 12 : kWidth == 8 ? 6 : 4;  // x 2 vectors of sums, and operands beside
+inline constexpr int kPanel = 2 * kWidth;                                  // columns of a panel: two vectors
+inline constexpr int kBlockRows = kWidth == 16 ? 8 : kWidth == 8 ? 6 : 4;  // x 2 vectors of sums, and operands beside
 inline constexpr int kStripRows = 48;  // whose scores, weights and queries stay in L1 while panels pass
 static_assert(kStripRows % kBlockRows == 0 && kStripRows % kWidth == 0);
 
@@ -31,7 +31,7 @@ struct PrefillScratch {
   float* key_panels;            // [kTileKeys / kPanel][padded_dim / kPair][kPanel], lanes of 32 bits
   float* value_panels;          // [padded_dim / kPanel][kTileKeys / kPair][kPanel], lanes of 32 bits
   float *k_scale, *v_scale;     // [kTileKeys]
-  TokenOffsets<kTileKeys<P>>* offsets;
+  TokenOffsets<kTileKeys<P>>*offsets, *next_offsets;  // of this tile and the next
 
   // rows: a multiple of kStripRows.
   PrefillScratch(Arena& arena, int64_t rows, int64_t padded_dim)
@@ -47,7 +47,8 @@ struct PrefillScratch {
         value_panels(arena.take<float>(padded_dim * kTileKeys<P> / P::kPair)),
         k_scale(arena.take<float>(kTileKeys<P>)),
         v_scale(arena.take<float>(kTileKeys<P>)),
-        offsets(arena.take<TokenOffsets<kTileKeys<P>>>(1)) {}
+        offsets(arena.take<TokenOffsets<kTileKeys<P>>>(1)),
+        next_offsets(arena.take<TokenOffsets<kTileKeys<P>>>(1)) {}
 };
 
 // Transposes kWidth vectors in place, by exchanging ever smaller off-diagonal squares.
@@ -136,13 +137,10 @@ PAGED_KV_INLINE void unrolled(F f) {
 template <class P, int kRows>
 PAGED_KV_INLINE void multiply(const typename P::Operand* left, int64_t left_stride, const float* panel, int64_t begin,
                               int64_t end, Chunk (&sums)[kRows]) {
-  // Three rows from one address, since there are not registers enough for the offsets of all rows.
-  const typename P::Operand* rows[(kRows + 2) / 3];
-  unrolled<(kRows + 2) / 3>([&](auto i) __attribute__((always_inline)) { rows[i] = left + 3 * i * left_stride; });
   for (int64_t s = begin; s < end; ++s) {
     const Vec low = load(panel + s * kPanel), high = load(panel + s * kPanel + kWidth);
     unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
-      const auto operand = P::load_operand(rows[r / 3] + r % 3 * left_stride + s * P::kPair);
+      const auto operand = P::load_operand(left + r * left_stride + s * P::kPair);
       P::add_product(sums[r].low, low, operand);
       P::add_product(sums[r].high, high, operand);
     });
@@ -172,7 +170,7 @@ PAGED_KV_INLINE void multiply_ragged(const typename P::Operand* weights, const f
 template <class P>
 void score_block(const PrefillScratch<P>& scratch, int64_t row, int64_t strip_row, int64_t padded_dim, int64_t panel) {
   // A chain of 128 sums had up to 2.3 times the error of PyTorch, chains of 32 have 0.8, and take no longer.
-  constexpr int64_t kStepsPerSum = 32 / P::kPair;
+  constexpr int64_t kStepsPerSum = 32;
   const int64_t steps = padded_dim / P::kPair;
   float* scores = scratch.scores + strip_row * kTileKeys<P> + panel * kPanel;
   for (int64_t first = 0; first < steps; first += kStepsPerSum) {
@@ -201,9 +199,32 @@ struct PrefillTile {
   int64_t token(int64_t row) const { return first_token + row / group; }
 };
 
+// Fetches the next tile into L2 while this one is computed, a few rows beside each block, since packing would wait for
+// most lines of blocks that lie anywhere.
+template <class P>
+struct NextTile {
+  static constexpr int kLine = 64;  // bytes
+
+  const char *key_head, *value_head;
+  const TokenOffsets<kTileKeys<P>>& offsets;
+  int count, row_bytes, step;
+  int done = 0;
+
+  void fetch_some() {
+    for (const int end = std::min(count, done + step); done < end; ++done) {
+      const char* key = key_head + offsets.key[done] * static_cast<int64_t>(sizeof(typename P::Element));
+      const char* value = value_head + offsets.value[done] * static_cast<int64_t>(sizeof(typename P::Element));
+      for (int i = 0; i < row_bytes; i += kLine) {
+        __builtin_prefetch(key + i, 0, 2);
+        __builtin_prefetch(value + i, 0, 2);
+      }
+    }
+  }
+};
+
 // As softmax_tile, for kWidth rows at once: their maxima, sums and factors are the lanes of vectors, which saves each
-// row its own reductions, branches and scalar exponential. kWhole: all rows see all of a whole number of vectors, and
-// the rule is plain. Weights of keys that a row does not see are zero.
+// row its own reductions, branches and scalar exponential. kWhole: all rows see all keys of a full tile, and the
+// rule is plain. Weights of keys that a row does not see are zero.
 template <class P, bool kWhole>
 void softmax_rows(const PrefillScratch<P>& scratch, const PrefillTile& tile, int64_t row, int64_t strip_row) {
   constexpr int kKeys = kTileKeys<P>;
@@ -212,7 +233,7 @@ void softmax_rows(const PrefillScratch<P>& scratch, const PrefillTile& tile, int
   const KeyRange* keys = scratch.keys + row;
   const ScoreRule& rule = tile.rule;
 
-  const int all = static_cast<int>(round_up(tile.count(), kWidth));
+  const int all = kWhole ? kKeys : static_cast<int>(round_up(tile.count(), kWidth));
   int first = 0, end = all;  // what any row sees, in whole vectors
   if constexpr (!kWhole) {
     KeyRange any{kKeys, 0};
@@ -357,7 +378,7 @@ bool values_are_finite(const PrefillScratch<P>& scratch, int count, int64_t padd
 // One tile of keys for kStripRows rows, or up to the end of the item's `rows`.
 template <class P>
 void prefill_strip(const PrefillScratch<P>& scratch, const PrefillTile& tile, int64_t first_row, int64_t rows,
-                   int64_t padded_dim, bool whole, bool finite) {
+                   int64_t padded_dim, bool whole, bool finite, NextTile<P>& next) {
   constexpr int kBlocks = kStripRows / kBlockRows;
   const int64_t strip_rows = std::min<int64_t>(kStripRows, rows - first_row);
   KeyRange seen[kBlocks];  // by any row of the block
@@ -377,10 +398,11 @@ void prefill_strip(const PrefillScratch<P>& scratch, const PrefillTile& tile, in
   for (int64_t panel = 0; panel * kPanel < tile.count(); ++panel) {
     for (int b = 0; b < blocks; ++b) {
       if (seen[b].within({panel * kPanel, (panel + 1) * kPanel}).empty()) continue;
+      next.fetch_some();
       score_block<P>(scratch, first_row + b * kBlockRows, b * kBlockRows, padded_dim, panel);
     }
   }
-  const bool plain = whole && tile.count() % kWidth == 0 && tile.p.alibi_slopes == nullptr && tile.rule.is_plain() &&
+  const bool plain = whole && tile.count() == kTileKeys<P> && tile.p.alibi_slopes == nullptr && tile.rule.is_plain() &&
                      tile.rule.v_scale == nullptr;
   for (int64_t r = 0; r < strip_rows; r += kWidth) {
     if (plain) {
@@ -392,6 +414,7 @@ void prefill_strip(const PrefillScratch<P>& scratch, const PrefillTile& tile, in
   for (int64_t panel = 0; panel * kPanel < padded_dim; ++panel) {
     for (int b = 0; b < blocks; ++b) {
       if (seen[b].empty()) continue;
+      next.fetch_some();
       value_block<P>(scratch, first_row + b * kBlockRows, b * kBlockRows, padded_dim, panel, seen[b],
                      !whole && !finite);
     }
@@ -400,7 +423,7 @@ void prefill_strip(const PrefillScratch<P>& scratch, const PrefillTile& tile, in
 
 // One tile of keys for all rows of the item; rows of the padding see what the last row sees.
 template <class P>
-void prefill_tile(PrefillTile& tile, int64_t rows, const PrefillScratch<P>& scratch) {
+void prefill_tile(PrefillTile& tile, int64_t rows, const KeyRange& next_keys, const PrefillScratch<P>& scratch) {
   using Element = typename P::Element;
   const AttentionParams& p = tile.p;
   const int64_t head = tile.head, padded_dim = round_up(p.head_dim, kChunk);
@@ -427,7 +450,28 @@ void prefill_tile(PrefillTile& tile, int64_t rows, const PrefillScratch<P>& scra
     for (; r < end; ++r) scratch.keys[r] = {seen.begin - tile.keys.begin, seen.end - tile.keys.begin};
   }
   const bool finite = whole || values_are_finite(scratch, count, padded_dim);
-  for (int64_t r = 0; r < rows; r += kStripRows) prefill_strip<P>(scratch, tile, r, rows, padded_dim, whole, finite);
+  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows * ((count + padded_dim) / kPanel);
+  const int next_count = static_cast<int>(next_keys.end - next_keys.begin);
+  NextTile<P> next{reinterpret_cast<const char*>(head_base<Element>(p.key_cache, head)),
+                   reinterpret_cast<const char*>(head_base<Element>(p.value_cache, head)),
+                   *scratch.next_offsets,
+                   next_count,
+                   static_cast<int>(p.head_dim * sizeof(Element)),
+                   static_cast<int>((next_count + blocks - 1) / std::max<int64_t>(1, blocks))};
+  for (int64_t r = 0; r < rows; r += kStripRows)
+    prefill_strip<P>(scratch, tile, r, rows, padded_dim, whole, finite, next);
+}
+
+// The first tile of `keys`, and where it lies.
+template <class P>
+KeyRange locate_tile(const AttentionParams& p, const SequenceView& view, const KeyRange& keys,
+                     PrefillScratch<P>& scratch) {
+  constexpr int64_t kKeys = kTileKeys<P>;
+  const KeyRange tile{keys.begin, std::min(keys.end, (keys.begin / kKeys + 1) * kKeys)};
+  if (!tile.empty()) {
+    PageTable(p, view.seq).locate(tile.begin, static_cast<int>(tile.end - tile.begin), kWidth, *scratch.next_offsets);
+  }
+  return tile;
 }
 
 // One item of work: the tile of query tokens item.part, for the head item.head_begin.
@@ -451,7 +495,6 @@ void prefill_item(const AttentionParams& p, const SequencePlan& plan, const Work
   std::fill_n(scratch.sum, all_rows, 0.0f);
 
   const KeyRange keys = view.visible_keys(p, first_token, last_token);
-  const PageTable table(p, view.seq);
   PrefillTile tile{p,
                    view,
                    head,
@@ -459,12 +502,11 @@ void prefill_item(const AttentionParams& p, const SequencePlan& plan, const Work
                    first_token,
                    {keys.begin, keys.begin},
                    {p.scale * head_scale(p.k_scale, head), p.softcap, 0.0f, nullptr, nullptr}};
-  while (tile.keys.end < keys.end) {
-    constexpr int64_t kKeys = kTileKeys<P>;
-    const int64_t first = tile.keys.end;
-    tile.keys = {first, std::min(keys.end, (first / kKeys + 1) * kKeys)};
-    table.locate(first, tile.count(), kWidth, *scratch.offsets);
-    prefill_tile<P>(tile, rows, scratch);
+  for (KeyRange next = locate_tile(p, view, keys, scratch); !next.empty();) {
+    tile.keys = next;
+    std::swap(scratch.offsets, scratch.next_offsets);
+    next = locate_tile(p, view, {tile.keys.end, keys.end}, scratch);
+    prefill_tile<P>(tile, rows, next, scratch);
   }
 
   for (int64_t r = 0; r < rows; ++r) {
