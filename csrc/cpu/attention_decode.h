@@ -198,9 +198,10 @@ PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const f
                                       const Fetch<typename P::Element>* fetch) {
   Chunk sums[kRows][kChunks];
   auto for_each_sum = [&](auto f) __attribute__((always_inline)) {
-    for (int r = 0; r < kRows; ++r) {
-      for (int c = 0; c < kChunks; ++c) f(r, sums[r][c], values + r * padded_dim + d + c * kChunk);
-    }
+    unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
+      unrolled<kChunks>(
+          [&](auto c) __attribute__((always_inline)) { f(r(), sums[r][c], values + r * padded_dim + d + c * kChunk); });
+    });
   };
   for_each_sum([&](int r, Chunk& sum, const float* so_far) __attribute__((always_inline)) {
     sum = {load(so_far) * factors[r], load(so_far + kWidth) * factors[r]};
@@ -210,12 +211,13 @@ PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const f
       for (int i = 0; i < P::kPair; ++i) fetch->template beside_value<kRows, kChunks * kChunk>(t + i, d);
     }
     typename P::Value value[kChunks];
-    for (int c = 0; c < kChunks - 1; ++c) value[c] = load_values(d + c * kChunk, kChunk);
-    value[kChunks - 1] = load_values(d + (kChunks - 1) * kChunk, chunk);
-    for (int r = 0; r < kRows; ++r) {
+    unrolled<kChunks>([&](auto c) __attribute__((always_inline)) {
+      value[c] = load_values(d + c * kChunk, c + 1 < kChunks ? kChunk : chunk);
+    });
+    unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
       const auto weight = load_operand(weights + r * kTile + t);
-      for (int c = 0; c < kChunks; ++c) P::add_value(sums[r][c], value[c], weight);
-    }
+      unrolled<kChunks>([&](auto c) __attribute__((always_inline)) { P::add_value(sums[r][c], value[c], weight); });
+    });
   };
   if constexpr (P::kPair == 1) {
     for (int t = begin; t < end; ++t) {

@@ -124,15 +124,6 @@ void pack_values(const typename P::Element* value_head, const int64_t* offsets, 
   }
 }
 
-// Calls f(std::integral_constant<int, i>) for every i below kCount. By recursion of templates, as GCC 12 unrolls loops
-// too late to keep an array of vectors in registers: it clears and copies such an array in memory.
-template <int kCount, class F>
-PAGED_KV_INLINE void unrolled(F f) {
-  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
-    (f(std::integral_constant<int, i>{}), ...);
-  }(std::make_integer_sequence<int, kCount>{});
-}
-
 // sums[r] += left[r][kPair * s ...] * panel[s] over steps [begin, end), for kRows rows.
 template <class P, int kRows>
 PAGED_KV_INLINE void multiply(const typename P::Operand* left, int64_t left_stride, const float* panel, int64_t begin,

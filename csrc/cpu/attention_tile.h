@@ -41,6 +41,15 @@ struct SequenceView {
 
 PAGED_KV_INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+// Calls f(std::integral_constant<int, i>) for every i below kCount. By recursion of templates, as GCC 12 unrolls loops
+// too late to keep an array of vectors in registers: it clears and copies such an array in memory.
+template <int kCount, class F>
+PAGED_KV_INLINE void unrolled(F f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, i>{}), ...);
+  }(std::make_integer_sequence<int, kCount>{});
+}
+
 // How dot products of one row become scores.
 struct ScoreRule {
   float factor;          // multiplies the dot product
