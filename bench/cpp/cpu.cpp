@@ -17,6 +17,7 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -168,6 +169,12 @@ Pieces pieces_of(const Shape& s, const std::vector<int32_t>& table, char* keys, 
   return pieces;
 }
 
+// The multiply-adds of both products alone, of the kind that the kernels take.
+void multiply_add(const Shape& s) {
+  const bool pairs = std::string_view(cpu::backend().name) == "avx512_bf16" && s.row_dtype() == DType::kBFloat16;
+  limits::multiply_add(static_cast<int64_t>(s.flops() / 2), pairs);
+}
+
 void attention(benchmark::State& state, const Shape& s) {
   AttentionCase c(s);
   const auto call = [&] { return cpu::backend().paged_attention(c.params, context()); };
@@ -177,18 +184,18 @@ void attention(benchmark::State& state, const Shape& s) {
     const Pieces pieces = pieces_of(s, c.batch.tables, c.keys.data(), c.values.data());
     run(state, 2.0 * s.cache_bytes(), "GB/s", call, [&] { limits::read(pieces.starts, pieces.bytes); });
   } else {
-    run(state, s.flops(), "GFLOP/s", call, [&] { limits::multiply_add(static_cast<int64_t>(s.flops() / 2)); });
+    run(state, s.flops(), "GFLOP/s", call, [&] { multiply_add(s); });
   }
 }
 
-// What bounds decode beside memory: the arithmetic, here with keys and values that are there already. The limit is as
-// many multiply-adds in float32 as both products have.
+// What bounds decode beside memory: the arithmetic, here with keys and values that are there already. The limit is the
+// multiply-adds of both products.
 void bound(benchmark::State& state, const Shape& s) {
   AttentionCase c(s);
   const auto call = [&] { return cpu::backend().paged_attention(c.params, context()); };
   if (Error error = call()) return state.SkipWithError(error);
   if (!c.is_right()) return state.SkipWithError("the result is wrong");
-  run(state, s.read_bytes(), "GB/s", call, [&] { limits::multiply_add(static_cast<int64_t>(s.flops() / 2)); });
+  run(state, s.read_bytes(), "GB/s", call, [&] { multiply_add(s); });
   state.counters["limit_GB/s"] = state.counters["GB/s"] / state.counters["of_limit"];
 }
 

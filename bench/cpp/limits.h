@@ -12,7 +12,8 @@ void read(const std::vector<const char*>& pieces, int64_t piece_bytes);
 // memcpy, each thread one part of the whole.
 void copy(char* to, const char* from, int64_t bytes);
 
-// Float32 multiply-adds on registers: 2 * `count` operations or a few more.
-void multiply_add(int64_t count);
+// Multiply-adds on registers, in float32 or of pairs of bfloat16 where the CPU has them: 2 * `count` operations or a
+// few more.
+void multiply_add(int64_t count, bool bfloat16_pairs);
 
 }  // namespace limits
