@@ -1,6 +1,6 @@
 // paged_attention on the CPU: plans the batch, and lets threads pull its items of work. attention_decode.h and
 // attention_prefill.h do the work, attention_plan.h says how it is cut.
-#include <memory>
+#include <cstdlib>
 
 #include "cpu/attention_bytes.h"
 #include "cpu/attention_decode.h"
@@ -145,12 +145,24 @@ void work(Job<P>& job, int64_t worker) {
   }
 }
 
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-using Memory = std::unique_ptr<void, Free>;
+// Memory of one call; where it is little, on the stack, as a small decode takes a twentieth longer with malloc's.
+template <size_t kOnStack>
+class CallMemory {
+ public:
+  CallMemory() = default;
+  CallMemory(const CallMemory&) = delete;
+  ~CallMemory() { std::free(heap_); }
 
-Memory allocate(size_t size) { return Memory(std::aligned_alloc(Arena::kAlignment, size)); }
+  // `size` bytes, once; null where there are no so many.
+  void* allocate(size_t size) {
+    if (size <= kOnStack) return stack_;
+    return heap_ = std::aligned_alloc(Arena::kAlignment, size);
+  }
+
+ private:
+  alignas(Arena::kAlignment) char stack_[kOnStack];
+  void* heap_ = nullptr;
+};
 
 template <class P>
 Error run(const AttentionParams& p, const Context& context) {
@@ -158,9 +170,10 @@ Error run(const AttentionParams& p, const Context& context) {
   Plan plan;
   Arena plan_size(nullptr);
   plan_size.take<SequencePlan>(p.num_seqs);
-  const Memory plan_memory = allocate(plan_size.used());
-  if (!plan_memory) return kOutOfMemory;
-  plan.sequences = Arena(plan_memory.get()).take<SequencePlan>(p.num_seqs);
+  CallMemory<1 << 10> plan_memory;
+  void* const sequences = plan_memory.allocate(plan_size.used());
+  if (sequences == nullptr) return kOutOfMemory;
+  plan.sequences = Arena(sequences).take<SequencePlan>(p.num_seqs);
   plan_sequences(p, context.num_threads, plan);
   if (plan.num_items == 0) return nullptr;
 
@@ -180,9 +193,10 @@ Error run(const AttentionParams& p, const Context& context) {
     scratch = arena.take<char>(workers * static_cast<int64_t>(scratch_size.used()));
     return arena.used();
   };
-  const Memory memory = allocate(lay_out(Arena(nullptr)));
-  if (!memory) return kOutOfMemory;
-  lay_out(Arena(memory.get()));
+  CallMemory<1 << 15> call_memory;
+  void* const memory = call_memory.allocate(lay_out(Arena(nullptr)));
+  if (memory == nullptr) return kOutOfMemory;
+  lay_out(Arena(memory));
   plan_items(p, plan);
   for (int64_t i = 0; i < plan.num_counts; ++i) new (workspace.counts + i) std::atomic<int32_t>(0);
   for (int64_t i = 0; i < workers; ++i) new (counters + i) ItemCounter;
