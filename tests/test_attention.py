@@ -181,12 +181,15 @@ def test_larger_bounds_change_nothing(dtype: torch.dtype, backend) -> None:
 
 @pytest.mark.parametrize("where", ["key_cache", "value_cache"])
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
-def test_a_bad_token_reaches_only_rows_that_see_it(where: str, bad: float, backend) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "token"), [(40, 21), (300, 150)])
+def test_a_bad_token_reaches_only_rows_that_see_it(
+    where: str, bad: float, dtype: torch.dtype, tokens: int, token: int, backend
+) -> None:
     """Row i of a causal prefill sees tokens 0..i: rows before the bad token must not notice it in any bit."""
-    case = Case(seqs=((40, 40),), heads=(2, 2), block_size=16)
+    case = Case(seqs=((tokens, tokens),), heads=(2, 2), block_size=16, dtype=dtype)
     inputs = make_inputs(case, backend.device)
     out, lse = backend.ops.paged_attention(**inputs.args)
-    token = 21
     block = int(inputs.args["block_tables"][0, token // 16])
     inputs.args[where][block, :, token % 16] = bad
     bad_out, bad_lse = backend.ops.paged_attention(**inputs.args)
