@@ -91,10 +91,16 @@ struct Fetch {
   static constexpr bool kThisValues = kNextValues == 2 && sizeof(T) > 1;
   template <int kRows>
   static constexpr bool kBesideValues = kRows > 1 || (kLargeL1 && sizeof(T) <= 2);
+  // Bytes for several rows fit a large L1 at once: there each product asks for what the next one takes, this tile's
+  // values or the next tile's keys, and nothing is asked for twice: 0.95 of the time.
+  template <int kRows>
+  static constexpr bool kInTurn = kRows > 1 && kLargeL1 && sizeof(T) == 1;
+  // Keys of the next tile, in tokens, that are left to the softmax of each row, lest memory be idle then: 0.93 to 1.
+  static constexpr int kBesideSoftmax = kLargeL1 && sizeof(T) == 1 ? 0 : 3;
 
   const T *key_head, *value_head, *next_key_head, *next_value_head;
   const TokenOffsets<kTile>&tile, &next;
-  int64_t count, next_count, row_lines;
+  int64_t count, next_count, beside_scores, row_lines;  // tokens of the next tile, and those before softmax
 
   // Before the scores of a token for kRows rows.
   template <int kRows>
@@ -102,7 +108,7 @@ struct Fetch {
     if (kRows > 1) return;
     if (kThisValues) row_to_cache<3>(value_head, tile.value, count, token);
     if (!kLargeL1) row_to_cache<3>(key_head, tile.key, count, token + kKeysAhead);
-    row_to_cache<kNextKeys>(next_key_head, next.key, next_count, token);
+    row_to_cache<kNextKeys>(next_key_head, next.key, beside_scores, token);
     if (!kBesideValues<kRows>) row_to_cache<kNextValues>(next_value_head, next.value, next_count, token);
   }
 
@@ -110,13 +116,21 @@ struct Fetch {
   template <int kRows, int kElements>
   PAGED_KV_INLINE void beside_key(int64_t token, int64_t d) const {
     if (kRows == 1) return;
-    if (kThisValues) part_to_cache<3, kElements>(value_head, tile.value, count, token, d);
-    part_to_cache<kNextKeys, kElements>(next_key_head, next.key, next_count, token, d);
+    if (kThisValues || kInTurn<kRows>) part_to_cache<3, kElements>(value_head, tile.value, count, token, d);
+    if (!kInTurn<kRows>) part_to_cache<kNextKeys, kElements>(next_key_head, next.key, beside_scores, token, d);
+  }
+
+  // Beside the softmax of row r.
+  PAGED_KV_INLINE void beside_softmax(int64_t r) const {
+    for (int i = 0; i < kBesideSoftmax; ++i) {
+      row_to_cache<kNextKeys>(next_key_head, next.key, next_count, beside_scores + r * kBesideSoftmax + i);
+    }
   }
 
   // Beside the elements [d, d + kElements) of a token's value.
   template <int kRows, int kElements>
   PAGED_KV_INLINE void beside_value(int64_t token, int64_t d) const {
+    if (kInTurn<kRows>) return part_to_cache<kNextKeys, kElements>(next_key_head, next.key, next_count, token, d);
     if (kBesideValues<kRows>) part_to_cache<kNextValues, kElements>(next_value_head, next.value, next_count, token, d);
   }
 
@@ -312,6 +326,7 @@ void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t hea
                              *scratch.next_offsets,
                              count,
                              next_count,
+                             std::max<int64_t>(0, next_count - Fetch<Element>::kBesideSoftmax * rows),
                              round_up(p.head_dim * sizeof(Element), kLine) / kLine};
   const float* query_units = scratch.query_units + first_row;
   const auto has_unit = [&](int64_t r) { return !P::kScaled || query_units[r] != kInfinity; };
@@ -342,6 +357,7 @@ void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t hea
     const int64_t token = r / group;
     const KeyRange seen = view.visible_keys(p, token).within(tile);
     scratch.keys[r] = {seen.begin - tile.begin, seen.end - tile.begin};
+    fetch.beside_softmax(r);
     if (seen.empty()) continue;
     if (p.alibi_slopes != nullptr) rule.slope = p.alibi_slopes[head * group + r % group];
     if (P::kScaled) rule.unit = has_unit(r) ? query_units[r] : 1.0f;
