@@ -74,7 +74,7 @@ struct ByteProducts : BFloat16Products {
       const auto is_subnormal = bits_of(abs(weights)) - 1u < kSmallestNormal - 1u;
       weights = from_bits(is_subnormal ? raw | kSmallestNormal : raw);
     }
-    store(p, weights);
+    BFloat16Products::store_weights(p, weights);
   }
 
  private:
