@@ -232,6 +232,10 @@ struct ProductsFor<BFloat16, kBFloat16Queries> {
   using type = BFloat16Products;
 };
 template <>
+struct ProductsFor<Float8E4M3, false> {
+  using type = E4M3FloatProducts;
+};
+template <>
 struct ProductsFor<Float8E4M3, true> {
   using type = ByteProducts<Float8E4M3>;
 };

@@ -40,24 +40,80 @@ constexpr uint32_t bfloat16_of(uint32_t magnitude) {
   }
 }
 
+// Which bytes of two tokens' chunks to take: `byte(w)` for word w of the first vector after unpacking, and for that of
+// the second, `second` more.
+template <class F>
+constexpr ByteTable byte_order(int second, F byte) {
+  ByteTable order{};
+  for (int i = 0; i < 64; ++i) {
+    order.bytes[i] = static_cast<uint8_t>(byte(i / 16 * 8 + i % 8) + (i % 16 >= 8 ? second : 0));
+  }
+  return order;
+}
+
+template <class T>
+struct BytesAsBFloat16 {
+  struct Words {
+    UintVec first, second;
+  };
+
+  // The bytes that `order` takes of two tokens' chunks.
+  static PAGED_KV_INLINE Words convert(const ByteTable& order, Bytes first, Bytes second) {
+    auto widen = [](Bytes bytes) __attribute__((always_inline)) {
+      return _mm512_castsi256_si512(reinterpret_cast<__m256i>(bytes));
+    };
+    const __m512i bytes = _mm512_permutex2var_epi8(widen(first), order.load(), widen(second));
+    // Looked up by their lower 7 bits.
+    __m512i low, high;
+    if constexpr (std::is_same_v<T, int8_t>) {
+      const __m512i magnitudes = _mm512_abs_epi8(bytes);
+      low = _mm512_permutex2var_epi8(kTable.low[0].load(), magnitudes, kTable.low[1].load());
+      high = _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(bytes, bytes), kTable.high[0].load(), magnitudes,
+                                            kTable.high[1].load());
+    } else {
+      low = _mm512_permutex2var_epi8(kTable.low[0].load(), bytes, kTable.low[1].load());
+      high = _mm512_permutex2var_epi8(kTable.high[0].load(), bytes, kTable.high[1].load());
+    }
+    const UintVec sign = reinterpret_cast<UintVec>(bytes) & 0x80808080u;
+    const __m512i signed_high = reinterpret_cast<__m512i>(reinterpret_cast<UintVec>(high) | sign);
+    return {reinterpret_cast<UintVec>(_mm512_unpacklo_epi8(low, signed_high)),
+            reinterpret_cast<UintVec>(_mm512_unpackhi_epi8(low, signed_high))};
+  }
+
+ private:
+  // By magnitude, the lower and the upper byte of the bfloat16.
+  static constexpr struct Table {
+    ByteTable low[2], high[2];
+  } kTable = [] {
+    Table table{};
+    for (uint32_t i = 0; i < 128; ++i) {
+      table.low[i / 64].bytes[i % 64] = static_cast<uint8_t>(bfloat16_of<T>(i));
+      table.high[i / 64].bytes[i % 64] = static_cast<uint8_t>(bfloat16_of<T>(i) >> 8);
+    }
+    return table;
+  }();
+};
+
 template <class T>
 struct ByteProducts : BFloat16Products {
   using Element = T;
 
   static PAGED_KV_INLINE Key load_key(const T* p, int count = kChunk) {
-    return to_bfloat16(arrange(kKeyOrder, load_bytes(p, count), Bytes{})).low;
+    return BytesAsBFloat16<T>::convert(kKeyOrder, load_bytes(p, count), Bytes{}).first;
   }
   static PAGED_KV_INLINE void load_two_keys(const T* first, const T* second, int count, Key* keys) {
-    const Value both = to_bfloat16(arrange(kKeyOrder, load_bytes(first, count), load_bytes(second, count)));
-    keys[0] = both.low;
-    keys[1] = both.high;
+    const auto both = BytesAsBFloat16<T>::convert(kKeyOrder, load_bytes(first, count), load_bytes(second, count));
+    keys[0] = both.first;
+    keys[1] = both.second;
   }
 
   static PAGED_KV_INLINE Value load_values(const T* first, const T* second, int count = kChunk) {
-    return to_bfloat16(arrange(kValueOrder, load_bytes(first, count), load_bytes(second, count)));
+    const auto both = BytesAsBFloat16<T>::convert(kValueOrder, load_bytes(first, count), load_bytes(second, count));
+    return {both.first, both.second};
   }
   static PAGED_KV_INLINE Value load_value(const T* p, int count = kChunk) {
-    return to_bfloat16(arrange(kValueOrder, load_bytes(p, count), Bytes{}));
+    const auto both = BytesAsBFloat16<T>::convert(kValueOrder, load_bytes(p, count), Bytes{});
+    return {both.first, both.second};
   }
 
   template <class Out>
@@ -78,56 +134,33 @@ struct ByteProducts : BFloat16Products {
   }
 
  private:
-  // By magnitude, the lower and the upper byte of the bfloat16.
-  static constexpr struct Table {
-    ByteTable low[2], high[2];
-  } kTable = [] {
-    Table table{};
-    for (uint32_t i = 0; i < 128; ++i) {
-      table.low[i / 64].bytes[i % 64] = static_cast<uint8_t>(bfloat16_of<T>(i));
-      table.high[i / 64].bytes[i % 64] = static_cast<uint8_t>(bfloat16_of<T>(i) >> 8);
-    }
-    return table;
-  }();
+  // All of one token, and all of the other.
+  static constexpr ByteTable kKeyOrder = byte_order(64, [](int word) { return word; });
+  // Pairs of an element of both, of the first half of the elements, and of the second.
+  static constexpr ByteTable kValueOrder = byte_order(16, [](int word) { return word / 2 + word % 2 * 64; });
+};
 
-  // Which bytes of two chunks to take, so that after unpacking one vector is all of the first chunk, and the other all
-  // of the second, or one the first half of both in pairs, and the other the second half.
-  static constexpr auto kKeyOrder = [] {
-    ByteTable order{};
-    for (int i = 0; i < 64; ++i) order.bytes[i] = static_cast<uint8_t>((i & 8) * 8 + i / 16 * 8 + i % 8);
-    return order;
-  }();
-  static constexpr auto kValueOrder = [] {
-    ByteTable order{};
-    for (int i = 0; i < 64; ++i) {
-      order.bytes[i] = static_cast<uint8_t>((i & 1) * 64 + (i & 8) * 2 + i / 16 * 4 + i % 8 / 2);
-    }
-    return order;
-  }();
+// The same table for queries of other dtypes, with products in float32: five instructions for a chunk of keys and seven
+// for one of values, where the way of float16 takes fourteen, so that decode takes 0.71 of the time. (Five of e5m2.)
+struct E4M3FloatProducts : FloatProducts<Float8E4M3> {
+  static constexpr float kUnit = 1.0f;
 
-  static PAGED_KV_INLINE __m512i arrange(const ByteTable& order, Bytes first, Bytes second) {
-    auto widen = [](Bytes bytes) __attribute__((always_inline)) {
-      return _mm512_castsi256_si512(reinterpret_cast<__m256i>(bytes));
-    };
-    return _mm512_permutex2var_epi8(widen(first), order.load(), widen(second));
+  static PAGED_KV_INLINE Key load_key(const Float8E4M3* p, int count = kChunk) {
+    return to_chunk(BytesAsBFloat16<Float8E4M3>::convert(kOrder, load_bytes(p, count), Bytes{}).first);
   }
+  static PAGED_KV_INLINE void load_two_keys(const Float8E4M3* first, const Float8E4M3* second, int count, Key* keys) {
+    const auto both = BytesAsBFloat16<Float8E4M3>::convert(kOrder, load_bytes(first, count), load_bytes(second, count));
+    keys[0] = to_chunk(both.first);
+    keys[1] = to_chunk(both.second);
+  }
+  static PAGED_KV_INLINE Value load_value(const Float8E4M3* p, int count = kChunk) { return load_key(p, count); }
 
-  static PAGED_KV_INLINE Value to_bfloat16(__m512i bytes) {
-    // Looked up by their lower 7 bits.
-    __m512i low, high;
-    if constexpr (std::is_same_v<T, int8_t>) {
-      const __m512i magnitudes = _mm512_abs_epi8(bytes);
-      low = _mm512_permutex2var_epi8(kTable.low[0].load(), magnitudes, kTable.low[1].load());
-      high = _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(bytes, bytes), kTable.high[0].load(), magnitudes,
-                                            kTable.high[1].load());
-    } else {
-      low = _mm512_permutex2var_epi8(kTable.low[0].load(), bytes, kTable.low[1].load());
-      high = _mm512_permutex2var_epi8(kTable.high[0].load(), bytes, kTable.high[1].load());
-    }
-    const UintVec sign = reinterpret_cast<UintVec>(bytes) & 0x80808080u;
-    const __m512i signed_high = reinterpret_cast<__m512i>(reinterpret_cast<UintVec>(high) | sign);
-    return {reinterpret_cast<UintVec>(_mm512_unpacklo_epi8(low, signed_high)),
-            reinterpret_cast<UintVec>(_mm512_unpackhi_epi8(low, signed_high))};
+ private:
+  // Elements of the first half of a chunk in the lower halves of the lanes, those of the second in the upper.
+  static constexpr ByteTable kOrder = byte_order(64, [](int word) { return word / 2 + word % 2 * 16; });
+
+  static PAGED_KV_INLINE Chunk to_chunk(UintVec words) {
+    return {from_bits(words << 16), from_bits(words & 0xffff0000u)};
   }
 };
 #endif

@@ -3,6 +3,7 @@
 //   FloatProducts<T>     converts to float32 and multiplies there
 //   BFloat16Products     leaves bfloat16 as it is and multiplies pairs, where the CPU can (vdpbf16ps)
 //   ByteProducts<T>      makes bfloat16 of bytes, for bfloat16 queries on such CPUs
+//   E4M3FloatProducts    makes float32 of e4m3 by way of bfloat16, for other queries there
 //   Int8Products         multiplies int8 keys with 16-bit integers, for decode with bfloat16 queries
 // A chunk is 2 * kWidth neighbouring elements of the head dimension, two vectors of floats in an order of the policy's
 // own, the *lane order*: sums over the dimension do not care, and output rows are put right at the end.
