@@ -45,7 +45,8 @@ def fenced(values: dict, at_end: bool) -> dict:
 CASES = [
     Case(seqs=((1, 5), (1, 33), (7, 21), (40, 40)), head_dim=d, dtype=dtype, cache_dtype=cache, heads=(4, 2))
     for d in (1, 7, 15, 16, 33, 72, 129)
-    for dtype, cache in [(dtype, None) for dtype in FLOATS] + [(torch.float32, cache) for cache in QUANTISED]
+    for dtype, cache in [(dtype, None) for dtype in FLOATS]
+    + [(dtype, cache) for dtype in (torch.float32, torch.bfloat16) for cache in QUANTISED]
 ]
 
 

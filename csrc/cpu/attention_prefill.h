@@ -10,11 +10,14 @@
 // are there).
 #pragma once
 
+#include <cmath>
+
 #include "cpu/attention_plan.h"
 #include "cpu/attention_tile.h"
 
 namespace paged_kv::cpu::PAGED_KV_ISA {
 
+inline constexpr float kLog2E = 1.44269504f;
 inline constexpr int kPanel = 2 * kWidth;                                  // columns of a panel: two vectors
 inline constexpr int kBlockRows = kWidth == 16 ? 8 : kWidth == 8 ? 6 : 4;  // x 2 vectors of sums, and operands beside
 inline constexpr int kStripRows = 48;  // whose scores, weights and queries stay in L1 while panels pass
@@ -191,6 +194,7 @@ struct PrefillTile {
   int64_t head, group, first_token;
   KeyRange keys;
   ScoreRule rule;     // but for the slope
+  float unit;         // of scores that stay dot products, where that is all that the rule does; else 0
   KeyRange filled{};  // what scratch.keys holds for all rows, if that is alike
 
   int count() const { return static_cast<int>(keys.end - keys.begin); }
@@ -227,13 +231,15 @@ struct NextTile {
 
 // As softmax_tile, for the rows of a strip at once: their maxima, sums and factors are lanes of vectors, which saves
 // each row its own reductions, branches and scalar exponential; and all maxima come before all weights, so that no row
-// waits for its maximum. kPlain: scores are dot products times a positive factor. kWhole: all rows see all keys of a
-// full tile. Weights of keys that a row does not see are zero.
+// waits for its maximum. kPlain: scores and maxima stay dot products, in tile.unit, since the compiler makes one
+// rounding of the product and the difference in score * unit - max: of scores from 2^31 on, the largest would differ
+// from itself by so much that its weight overflows. kWhole: all rows see all keys of a full tile. Weights of keys that
+// a row does not see are zero.
 template <class P, bool kPlain, bool kWhole>
 void softmax_strip(const PrefillScratch<P>& scratch, const PrefillTile& tile, int64_t first_row, int64_t rows) {
   constexpr int kKeys = kTileKeys<P>, kGroups = kStripRows / kWidth;
-  constexpr float kLog2E = 1.44269504f;
   const ScoreRule& rule = tile.rule;
+  const float to_power = kPlain ? tile.unit * kLog2E : kLog2E;
   const int groups = static_cast<int>((rows + kWidth - 1) / kWidth);
 
   struct Keys {
@@ -289,12 +295,11 @@ void softmax_strip(const PrefillScratch<P>& scratch, const PrefillTile& tile, in
   Vec maxima[kGroups], factors[kGroups];
   float shifts[kStripRows];
   for (int g = 0; g < groups; ++g) {
-    Vec tile_max = max_each(largest[g]);
-    if constexpr (kPlain) tile_max = tile_max * rule.factor * P::kUnit;
+    const Vec tile_max = max_each(largest[g]);
     const Vec old = load(scratch.max + first_row + g * kWidth);
     maxima[g] = tile_max > old ? tile_max : old;
     const Vec shift = maxima[g] == -kInfinity ? splat(0.0f) : maxima[g];
-    factors[g] = maxima[g] == old ? splat(1.0f) : exp2((old - shift) * kLog2E);
+    factors[g] = maxima[g] == old ? splat(1.0f) : exp2((old - shift) * to_power);
     store(shifts + g * kWidth, shift);
   }
 
@@ -311,12 +316,9 @@ void softmax_strip(const PrefillScratch<P>& scratch, const PrefillTile& tile, in
       for (int i = 0; i < all; i += kWidth) {
         Vec weight{};
         if (kWhole || (i >= any_keys[g].begin && i < any_keys[g].end)) {
-          const Vec score = load(scores + i);
-          if constexpr (kPlain) {
-            weight = exp2(seen.select(i, (score * rule.factor * P::kUnit - shift) * kLog2E, -kInfinity));
-          } else {
-            weight = exp2((score - shift) * kLog2E);
-          }
+          Vec power = (load(scores + i) - shift) * to_power;
+          if constexpr (kPlain) power = seen.select(i, power, -kInfinity);
+          weight = exp2(power);
           sum += weight;
           if (!kPlain && rule.v_scale != nullptr) weight *= seen.select(i, load(rule.v_scale + i), 0.0f);
         }
@@ -333,7 +335,7 @@ void softmax_strip(const PrefillScratch<P>& scratch, const PrefillTile& tile, in
       IntVec not_a_number{};
       for (int i = any_keys[g].begin; i < any_keys[g].end; i += kWidth) {
         Vec score = load(scratch.scores + (g * kWidth + r) * kKeys + i);
-        if constexpr (kPlain) score = keys[g * kWidth + r].select(i, score * rule.factor * P::kUnit, 0.0f);
+        if constexpr (kPlain) score = keys[g * kWidth + r].select(i, score, 0.0f);
         not_a_number |= score != score;
       }
       if (any(not_a_number)) maxima[g][r] = kNaN;
@@ -405,7 +407,7 @@ bool values_are_finite(const PrefillScratch<P>& scratch, int count, int64_t padd
 // One tile of keys for kStripRows rows, or up to the end of the item's `rows`.
 template <class P>
 void prefill_strip(const PrefillScratch<P>& scratch, const PrefillTile& tile, int64_t first_row, int64_t rows,
-                   int64_t padded_dim, bool plain, bool finite, NextTile<P>& next) {
+                   int64_t padded_dim, bool finite, NextTile<P>& next) {
   constexpr int kBlocks = kStripRows / kBlockRows;
   const int64_t strip_rows = std::min<int64_t>(kStripRows, rows - first_row);
   const KeyRange* strip_keys = scratch.keys + first_row;
@@ -431,7 +433,7 @@ void prefill_strip(const PrefillScratch<P>& scratch, const PrefillTile& tile, in
       score_block<P>(scratch, first_row + b * kBlockRows, b * kBlockRows, padded_dim, panel);
     }
   }
-  if (!plain) {
+  if (tile.unit == 0) {
     softmax_strip<P, false, false>(scratch, tile, first_row, strip_rows);
   } else if (whole && tile.count() == kTileKeys<P>) {
     softmax_strip<P, true, true>(scratch, tile, first_row, strip_rows);
@@ -483,8 +485,6 @@ void prefill_tile(PrefillTile& tile, int64_t rows, const KeyRange& next_keys, co
     }
     tile.filled = {};
   }
-  const bool plain =
-      p.alibi_slopes == nullptr && tile.rule.is_plain() && tile.rule.factor > 0 && tile.rule.v_scale == nullptr;
   const bool finite = whole || values_are_finite(scratch, count, padded_dim);
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows * ((count + padded_dim) / kPanel);
   const int next_count = static_cast<int>(next_keys.end - next_keys.begin);
@@ -494,8 +494,7 @@ void prefill_tile(PrefillTile& tile, int64_t rows, const KeyRange& next_keys, co
                    next_count,
                    static_cast<int>(p.head_dim * sizeof(Element)),
                    static_cast<int>((next_count + blocks - 1) / std::max<int64_t>(1, blocks))};
-  for (int64_t r = 0; r < rows; r += kStripRows)
-    prefill_strip<P>(scratch, tile, r, rows, padded_dim, plain, finite, next);
+  for (int64_t r = 0; r < rows; r += kStripRows) prefill_strip<P>(scratch, tile, r, rows, padded_dim, finite, next);
 }
 
 // The first tile of `keys`, and where it lies.
@@ -508,6 +507,16 @@ KeyRange locate_tile(const AttentionParams& p, const SequenceView& view, const K
     PageTable(p, view.seq).locate(tile.begin, static_cast<int>(tile.end - tile.begin), kWidth, *scratch.next_offsets);
   }
   return tile;
+}
+
+// The unit of scores that stay dot products; 0 where tokens have scales, ALiBi, a softcap, or a unit that float32
+// cannot hold.
+template <class P>
+float unit_of_scores(const AttentionParams& p, const ScoreRule& rule) {
+  const float unit = rule.factor * P::kUnit;
+  const bool plain = rule.is_plain() && p.alibi_slopes == nullptr && !varies_by_token(p.k_scale) &&
+                     !varies_by_token(p.v_scale) && unit > 0 && std::isnormal(unit) && std::isnormal(unit * kLog2E);
+  return plain ? unit : 0.0f;
 }
 
 // One item of work: the tile of query tokens item.part, for the head item.head_begin.
@@ -531,13 +540,9 @@ void prefill_item(const AttentionParams& p, const SequencePlan& plan, const Work
   std::fill_n(scratch.sum, all_rows, 0.0f);
 
   const KeyRange keys = view.visible_keys(p, first_token, last_token);
-  PrefillTile tile{p,
-                   view,
-                   head,
-                   group,
-                   first_token,
-                   {keys.begin, keys.begin},
-                   {p.scale * head_scale(p.k_scale, head), p.softcap, 0.0f, nullptr, nullptr}};
+  const ScoreRule rule{p.scale * head_scale(p.k_scale, head), p.softcap, 0.0f, nullptr, nullptr};
+  const float unit = unit_of_scores<P>(p, rule);
+  PrefillTile tile{p, view, head, group, first_token, {keys.begin, keys.begin}, rule, unit};
   for (KeyRange next = locate_tile(p, view, keys, scratch); !next.empty();) {
     tile.keys = next;
     std::swap(scratch.offsets, scratch.next_offsets);
@@ -548,7 +553,8 @@ void prefill_item(const AttentionParams& p, const SequencePlan& plan, const Work
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t token = first_token + r / group;
     finish_row<P>(p, view.query_begin + token, head * group + r % group, !view.visible_keys(p, token).empty(),
-                  {scratch.max[r], scratch.sum[r]}, scratch.values + r * padded_dim);
+                  {unit == 0 ? scratch.max[r] : scratch.max[r] * unit, scratch.sum[r]},
+                  scratch.values + r * padded_dim);
   }
 }
 
