@@ -19,9 +19,13 @@ namespace paged_kv::cpu {
 // of what a core reaches on current servers: glibc tells the package's sum, here 320 MiB where a core reaches 32.
 constexpr bool exceeds_caches(int64_t bytes) { return bytes > (16 << 20); }
 
-// 32 bytes at any address; the compiler makes two vectors of them where it has to.
+// So many bytes at any address; the compiler makes two vectors of them where it has to.
+#ifdef __AVX512F__
+typedef char Wide __attribute__((vector_size(64), aligned(1), may_alias));
+#else
 typedef char Wide __attribute__((vector_size(32), aligned(1), may_alias));
-inline constexpr int64_t kWide = sizeof(Wide);
+#endif
+static constexpr int64_t kWide = sizeof(Wide);
 static inline Wide& wide_at(char* address) { return *reinterpret_cast<Wide*>(address); }
 static inline const Wide& wide_at(const char* address) { return *reinterpret_cast<const Wide*>(address); }
 
