@@ -22,27 +22,28 @@ struct Plan {
   int64_t num_items = 0, num_partials = 0, num_counts = 0;
   int64_t decode_rows = 0, decode_all_rows = 0;  // most rows of a head, and of all heads of an item
   int64_t prefill_rows = 0;                      // most rows of an item
-  int64_t work = 0;                              // multiply-adds of both products
+  int64_t num_workers = 1;
 };
 
 // Cuts every sequence; fills in all but the items, which `num_items` only counts.
 void plan_sequences(const AttentionParams& p, int num_threads, Plan& plan) {
   const int64_t group = p.num_q_heads / p.num_kv_heads;
-  int64_t decode_parts = 0;
+  int64_t decode_parts = 0, work = 0;  // multiply-adds of both products
   for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
     plan.sequences[seq] = plan_sequence(p, seq);
     const SequencePlan& sequence = plan.sequences[seq];
     if (sequence.is_decode) decode_parts += sequence.num_parts;
     if (sequence.num_parts > 0) {
       const KeyRange keys = sequence.view.visible_keys(p, 0, sequence.view.query_len);
-      plan.work +=
-          2 * std::max<int64_t>(0, keys.end - keys.begin) * sequence.view.query_len * p.num_q_heads * p.head_dim;
+      work += 2 * std::max<int64_t>(0, keys.end - keys.begin) * sequence.view.query_len * p.num_q_heads * p.head_dim;
     }
   }
-  // All heads of a split in one item read whole blocks in order, but a few items would leave threads idle.
+  plan.num_workers = std::clamp<int64_t>(work / kWorkPerThread, 1, num_threads);
+  // All heads of a split in one item read whole blocks in order, but a few items would leave threads idle: even the
+  // heads of a single split, which are alike, since a thread that slept comes some 2 us late.
   int64_t heads = heads_are_neighbours(p.key_cache) ? p.num_kv_heads : 1;
-  if (num_threads > 1) {
-    heads = std::clamp<int64_t>(decode_parts * p.num_kv_heads / (kItemsPerThread * num_threads), 1, heads);
+  if (plan.num_workers > 1) {
+    heads = std::clamp<int64_t>(decode_parts * p.num_kv_heads / (kItemsPerThread * plan.num_workers), 1, heads);
   }
   for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
     SequencePlan& sequence = plan.sequences[seq];
@@ -177,8 +178,7 @@ Error run(const AttentionParams& p, const Context& context) {
   plan_sequences(p, context.num_threads, plan);
   if (plan.num_items == 0) return nullptr;
 
-  const int64_t workers =
-      std::clamp<int64_t>(plan.work / kWorkPerThread, 1, std::min<int64_t>(context.num_threads, plan.num_items));
+  const int64_t workers = std::min(plan.num_workers, plan.num_items);
   Arena scratch_size(nullptr);
   WorkerScratch<P>(scratch_size, p, plan);
   Workspace workspace{};

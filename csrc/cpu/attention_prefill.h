@@ -42,7 +42,7 @@ struct PrefillScratch {
   float *k_scale, *v_scale;     // [kTileKeys]
   TokenOffsets<kTileKeys<P>>*offsets, *next_offsets;  // of this tile and the next
 
-  // rows: a multiple of kStripRows.
+  // rows: a multiple of kStripRows; 0 where nothing is for prefill, which takes no memory then.
   PrefillScratch(Arena& arena, int64_t rows, int64_t padded_dim)
       : query(arena.take<Operand>(rows * padded_dim)),
         values(arena.take<float>(rows * padded_dim)),
@@ -50,14 +50,14 @@ struct PrefillScratch {
         sum(arena.take<float>(rows)),
         factors(arena.take<float>(rows)),
         keys(arena.take<KeyRange>(rows)),
-        scores(arena.take<float>(kStripRows * kTileKeys<P>)),
-        weights(arena.take<typename P::Weight>(kStripRows * kTileKeys<P>)),
+        scores(arena.take<float>(std::min(rows, int64_t{kStripRows}) * kTileKeys<P>)),
+        weights(arena.take<typename P::Weight>(std::min(rows, int64_t{kStripRows}) * kTileKeys<P>)),
         key_panels(arena.take<float>(padded_dim * kTileKeys<P> / P::kPair)),
         value_panels(arena.take<float>(padded_dim * kTileKeys<P> / P::kPair)),
-        k_scale(arena.take<float>(kTileKeys<P>)),
-        v_scale(arena.take<float>(kTileKeys<P>)),
-        offsets(arena.take<TokenOffsets<kTileKeys<P>>>(1)),
-        next_offsets(arena.take<TokenOffsets<kTileKeys<P>>>(1)) {}
+        k_scale(arena.take<float>(rows > 0 ? kTileKeys<P> : 0)),
+        v_scale(arena.take<float>(rows > 0 ? kTileKeys<P> : 0)),
+        offsets(arena.take<TokenOffsets<kTileKeys<P>>>(rows > 0 ? 1 : 0)),
+        next_offsets(arena.take<TokenOffsets<kTileKeys<P>>>(rows > 0 ? 1 : 0)) {}
 };
 
 // Transposes kWidth vectors in place, by exchanging ever smaller off-diagonal squares.

@@ -12,7 +12,7 @@ namespace paged_kv::cpu::PAGED_KV_ISA {
 template <int kTokens>
 struct TokenOffsets {
   int64_t key[kTokens], value[kTokens];        // into key_cache and value_cache
-  int64_t k_scale[kTokens], v_scale[kTokens];  // into the scales; all zero where these do not vary by token
+  int64_t k_scale[kTokens], v_scale[kTokens];  // into the scales, where there are any
 };
 
 class PageTable {
@@ -24,6 +24,7 @@ class PageTable {
   // is repeated up to a multiple of `multiple`, so that loops over whole groups of tokens stay within valid slots.
   template <int kTokens>
   void locate(int64_t first, int count, int multiple, TokenOffsets<kTokens>& offsets) const {
+    const bool scaled = params_.k_scale.data != nullptr || params_.v_scale.data != nullptr;
     int64_t index = first / params_.block_size;
     int64_t slot = first % params_.block_size;
     for (int token = 0; token < count; ++index, slot = 0) {
@@ -31,6 +32,7 @@ class PageTable {
       for (; token < count && slot < params_.block_size; ++token, ++slot) {
         offsets.key[token] = offset(params_.key_cache, block, slot);
         offsets.value[token] = offset(params_.value_cache, block, slot);
+        if (!scaled) continue;
         offsets.k_scale[token] = offset(params_.k_scale, block, slot);
         offsets.v_scale[token] = offset(params_.v_scale, block, slot);
       }
