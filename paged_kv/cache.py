@@ -150,6 +150,8 @@ class PagedKVCache:
         return self.num_layers
 
     def __getitem__(self, layer: int) -> LayerCache:
+        if not -self.num_layers <= layer < self.num_layers:
+            raise IndexError(f"layer: expected 0 to {self.num_layers - 1}, got {layer}")
         return self._layers[layer]
 
     def __iter__(self) -> Iterator[LayerCache]:

@@ -226,6 +226,9 @@ def copy_blocks(key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], bl
     Raises:
         ValueError: an argument is not as said, or an id is not from 0 to N - 1. Nothing has been copied.
     """
+    for name, caches in ("key_caches", key_caches), ("value_caches", value_caches):
+        if isinstance(caches, Tensor):  # whose elements would be taken for caches, each with heads for blocks
+            raise ValueError(f"paged_kv::copy_blocks: {name}: expected a sequence of tensors, got a tensor")
     _ops.copy_blocks.default(list(key_caches), list(value_caches), block_mapping)
 
 

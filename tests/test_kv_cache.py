@@ -182,6 +182,13 @@ def test_wrong_arguments_are_named(kwargs, message):
         make(**kwargs)
 
 
+@pytest.mark.parametrize("layer", [2, -3])
+def test_a_layer_that_is_not_there(layer):
+    cache = PagedKVCache(2, 1, 8, torch.float32, 4, num_blocks=2)
+    with pytest.raises(IndexError, match=f"layer: expected 0 to 1, got {layer}"):
+        cache[layer]
+
+
 def test_integers_of_numpy_do_as_well():
     i = np.int32
     cache = PagedKVCache(i(2), [i(1), 2], np.uint8(8), torch.float32, i(4), num_blocks=np.int64(3))

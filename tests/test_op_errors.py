@@ -262,6 +262,16 @@ def test_keys_swap_with_values_of_one_buffer():
     assert torch.equal(both[1, 1], expected)
 
 
+@pytest.mark.parametrize("name", ["key_caches", "value_caches"])
+def test_a_tensor_is_no_sequence_of_caches(name):
+    cache = torch.randn(N, HKV, B, D)
+    before = cache.clone()
+    caches = {"key_caches": [], "value_caches": []} | {name: cache}
+    with pytest.raises(ValueError, match=f"{name}: expected a sequence of tensors, got a tensor"):
+        ops.copy_blocks(**caches, block_mapping=op_mistakes.pairs((0, 1)))
+    assert torch.equal(cache, before)
+
+
 def test_empty_pool():
     pool = empty_pool()
     key, value = ops.gather_kv(**pool)
