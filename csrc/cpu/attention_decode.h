@@ -106,7 +106,9 @@ struct Fetch {
 
   const T *key_head, *value_head, *next_key_head, *next_value_head;
   const TokenOffsets<kTile>&tile, &next;
-  int64_t count, next_count, beside_scores, row_lines;  // tokens of the next tile, and those before softmax
+  int64_t count, next_count;  // tokens of this tile and the next
+  int64_t beside_scores;      // keys of the next that come before those of beside_softmax
+  int64_t row_lines;
 
   // Before the scores of a token for kRows rows.
   template <int kRows>

@@ -55,8 +55,8 @@ struct ScoreRule {
   float factor;          // multiplies the dot product
   float softcap;         // 0: none
   float slope;           // 0: no ALiBi
-  const float* k_scale;  // [kTile], or null
-  const float* v_scale;  // [kTile], or null; multiplies the weights, once their sum is taken
+  const float* k_scale;  // [keys of the tile], or null
+  const float* v_scale;  // likewise; multiplies the weights, once their sum is taken
   float unit = 1.0f;     // of the dot products, where query rows are scaled
 
   // Whether scores are dot products times factors that all keys share.
