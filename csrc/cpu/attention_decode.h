@@ -396,18 +396,6 @@ inline KeyRange keys_of_split(const AttentionParams& p, const SequenceView& view
   return view.visible_keys(p, 0, view.query_len).within({item.part * kSplit, (item.part + 1) * kSplit});
 }
 
-// The first tile of `keys`, and what decode of the tile before it needs of it.
-template <class P>
-KeyRange locate_tile(const AttentionParams& p, const SequenceView& view, const KeyRange& keys,
-                     DecodeScratch<P>& scratch) {
-  const KeyRange tile{keys.begin, std::min(keys.end, (keys.begin / kTile + 1) * kTile)};
-  if (!tile.empty()) {
-    const int count = static_cast<int>(tile.end - tile.begin);
-    PageTable(p, view.seq).locate(tile.begin, count, kSums, *scratch.next_offsets);
-  }
-  return tile;
-}
-
 // An item of work and its sequence, or null.
 struct PlannedItem {
   const SequencePlan* plan = nullptr;
@@ -432,16 +420,17 @@ void decode_split(const AttentionParams& p, const SequencePlan& plan, const Work
 
   const KeyRange keys = keys_of_split(p, view, item);
   // Heads run inside tiles: the heads of a block are neighbours in memory, unless the plan gave this item one head.
-  KeyRange next = locate_tile(p, view, keys, scratch);
+  KeyRange next = locate_tile(p, view, keys, kSums, *scratch.next_offsets);
   do {
     const KeyRange tile = next;
     std::swap(scratch.offsets, scratch.next_offsets);
-    next = locate_tile(p, view, {tile.end, keys.end}, scratch);
+    next = locate_tile(p, view, {tile.end, keys.end}, kSums, *scratch.next_offsets);
     KeyRange fetched = next;
     int64_t first_head = item.head_begin, last_head = item.head_end - 1;
     if (next.empty()) {
       if (const PlannedItem after = claim_next(); after.item != nullptr && after.plan->is_decode) {
-        fetched = locate_tile(p, after.plan->view, keys_of_split(p, after.plan->view, *after.item), scratch);
+        fetched = locate_tile(p, after.plan->view, keys_of_split(p, after.plan->view, *after.item), kSums,
+                              *scratch.next_offsets);
         first_head = after.item->head_begin;
         last_head = after.item->head_end - 1;
       }

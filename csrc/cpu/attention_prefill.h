@@ -497,18 +497,6 @@ void prefill_tile(PrefillTile& tile, int64_t rows, const KeyRange& next_keys, co
   for (int64_t r = 0; r < rows; r += kStripRows) prefill_strip<P>(scratch, tile, r, rows, padded_dim, finite, next);
 }
 
-// The first tile of `keys`, and where it lies.
-template <class P>
-KeyRange locate_tile(const AttentionParams& p, const SequenceView& view, const KeyRange& keys,
-                     PrefillScratch<P>& scratch) {
-  constexpr int64_t kKeys = kTileKeys<P>;
-  const KeyRange tile{keys.begin, std::min(keys.end, (keys.begin / kKeys + 1) * kKeys)};
-  if (!tile.empty()) {
-    PageTable(p, view.seq).locate(tile.begin, static_cast<int>(tile.end - tile.begin), kWidth, *scratch.next_offsets);
-  }
-  return tile;
-}
-
 // The unit of scores that stay dot products; 0 where tokens have scales, ALiBi, a softcap, or a unit that float32
 // cannot hold.
 template <class P>
@@ -543,10 +531,10 @@ void prefill_item(const AttentionParams& p, const SequencePlan& plan, const Work
   const ScoreRule rule{p.scale * head_scale(p.k_scale, head), p.softcap, 0.0f, nullptr, nullptr};
   const float unit = unit_of_scores<P>(p, rule);
   PrefillTile tile{p, view, head, group, first_token, {keys.begin, keys.begin}, rule, unit};
-  for (KeyRange next = locate_tile(p, view, keys, scratch); !next.empty();) {
+  for (KeyRange next = locate_tile(p, view, keys, kWidth, *scratch.next_offsets); !next.empty();) {
     tile.keys = next;
     std::swap(scratch.offsets, scratch.next_offsets);
-    next = locate_tile(p, view, {tile.keys.end, keys.end}, scratch);
+    next = locate_tile(p, view, {tile.keys.end, keys.end}, kWidth, *scratch.next_offsets);
     prefill_tile<P>(tile, rows, next, scratch);
   }
 

@@ -134,6 +134,17 @@ float softmax_tile(SoftmaxState& state, float* scores, typename P::Weight* weigh
   return factor;
 }
 
+// The first tile of `keys`, of kKeys at most, and where its tokens lie; `multiple` as of PageTable::locate.
+template <int kKeys>
+KeyRange locate_tile(const AttentionParams& p, const SequenceView& view, const KeyRange& keys, int multiple,
+                     TokenOffsets<kKeys>& offsets) {
+  const KeyRange tile{keys.begin, std::min(keys.end, (keys.begin / kKeys + 1) * kKeys)};
+  if (!tile.empty()) {
+    PageTable(p, view.seq).locate(tile.begin, static_cast<int>(tile.end - tile.begin), multiple, offsets);
+  }
+  return tile;
+}
+
 // Scales of the tokens of a tile, gathered for one head.
 inline void gather_scales(const ScaleView& scale, const int64_t* offsets, int count, int64_t head, float* out) {
   for (int i = 0; i < count; ++i) out[i] = scale.data[offsets[i] + head * scale.stride_head];
