@@ -3,6 +3,7 @@
 import importlib
 import json
 import platform
+import sys
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -21,7 +22,8 @@ def load_native(package: Path = _PACKAGE) -> tuple[ModuleType, dict]:
     A library built against another torch may crash instead of failing, so the facts are checked first.
 
     Raises:
-        ImportError: `paged_kv._C` is not built, or was built against another torch.
+        ImportError: `paged_kv._C` is not built, or was built against another torch, or PAGED_KV_ISA names no
+            instruction set that this machine supports.
     """
     if (package.parent / "setup.py").exists():
         mend = f"run `pip install --no-build-isolation -e {package.parent}`"
@@ -37,7 +39,22 @@ def load_native(package: Path = _PACKAGE) -> tuple[ModuleType, dict]:
     return importlib.import_module("paged_kv._C"), facts
 
 
-native, _facts = load_native()
+def _is_command() -> bool:
+    """Whether this process is `paged-kv`, or `python -m paged_kv`, whose name is "-m" until the package is imported."""
+    name = sys.argv[0] if sys.argv else ""
+    if name == "-m":
+        return sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "paged_kv"
+    return Path(name).name == "paged-kv"
+
+
+try:
+    native, _facts = load_native()
+except ImportError as error:
+    if not _is_command():
+        raise
+    # In the way of cli.py, which tells so of all else, as it cannot be imported.
+    print(f"paged-kv: {error}", file=sys.stderr)
+    raise SystemExit(2) from None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ A test that takes the `backend` fixture runs once for each backend this machine 
 """
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -78,3 +79,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """For tests that are interrupted, or whose child is: `nohup` and a shell's `&` start us with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

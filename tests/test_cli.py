@@ -392,6 +392,7 @@ def start(folder, *arguments):
     )
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_cleanly(folder):
     child = start(folder, "--max-tokens", "30000", "hello")
     assert child.stdout.read(1)  # it is in the middle of its answer

@@ -19,7 +19,7 @@ from paged_kv import interrupts
 from paged_kv.engine import FinishReason, SamplingParams
 from paged_kv.errors import OutOfBlocksError, OutOfHostBlocksError, OutOfRoomError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "interruptible")
 
 PARAMS = [
     SamplingParams(max_tokens=8),

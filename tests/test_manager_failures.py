@@ -172,6 +172,7 @@ def take_a_step(m, at=None):
     return count
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_calls_within_interrupts_wait_are_not_torn(m):
     assert take_a_step(m) > 100
     expected = snapshot(m)

@@ -18,11 +18,15 @@ from paged_kv.build_info import load_native
 PACKAGE = Path(paged_kv.__file__).parent
 
 
-def python(code: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    """Runs `code` in a fresh interpreter that finds packages in `cwd` first."""
+def run_python(arguments: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    """Runs a fresh interpreter that finds packages in `cwd` first."""
     env = {**os.environ, "PYTHONPATH": str(cwd), **environment}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def python(code: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    return run_python(["-c", code], cwd, **environment)
 
 
 def import_error(cwd: Path, **environment: str) -> str:
@@ -103,6 +107,35 @@ def test_environment_with_a_wrong_isa_is_an_import_error():
     message = import_error(PACKAGE.parent, PAGED_KV_ISA="sse9")
     assert message.startswith("PAGED_KV_ISA: expected")
     assert message.endswith(f"({', '.join(_C.isas_supported())}), got 'sse9'")
+
+
+SCRIPT = "import sys; from paged_kv.cli import main; sys.exit(main())"  # as pip writes it
+
+
+@pytest.mark.parametrize(
+    ("command", "isa", "sentence"),
+    [
+        (["-X", "utf8", "-m", "paged_kv", "info"], "sse9", "PAGED_KV_ISA: expected"),
+        (["-mpaged_kv", "info"], "", "paged_kv._C is not built"),
+        (["paged-kv"], "", "paged_kv._C is not built"),
+    ],
+)
+def test_of_what_keeps_it_from_loading_the_command_tells_only_the_sentence(
+    package_copy, command, isa, sentence
+):
+    if not isa:
+        (package_copy / "_build.json").unlink()
+    (package_copy.parent / "paged-kv").write_text(SCRIPT)
+    child = run_python(command, package_copy.parent, PAGED_KV_ISA=isa)
+    assert (child.returncode, child.stdout, child.stderr.count("\n")) == (2, "", 1)
+    assert child.stderr.startswith(f"paged-kv: {sentence}")
+
+
+def test_a_script_with_the_arguments_of_the_command_gets_the_error(package_copy):
+    (package_copy.parent / "another").write_text(SCRIPT)
+    child = run_python(["another", "-m", "paged_kv"], package_copy.parent, PAGED_KV_ISA="sse9")
+    assert child.returncode == 1
+    assert "\nImportError: PAGED_KV_ISA: expected" in child.stderr
 
 
 def test_another_torch_is_an_import_error_before_the_library_is_loaded(package_copy):
