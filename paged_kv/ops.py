@@ -21,7 +21,8 @@ the batch, or the number of threads.
 
 **Errors.** A wrong dtype, device, stride, shape or value raises `ValueError` with one sentence that names
 the op, the argument, what was expected and what came; checks run in this order, before anything is written,
-so every tensor is left as it was. Values in tensors (ids, lengths, scales) are checked on the CPU; on CUDA
+so every tensor is left as it was. What is of another Python type, such as an array where a tensor is expected, raises
+`TypeError` with such a sentence. Values in tensors (ids, lengths, scales) are checked on the CPU; on CUDA
 with ``PAGED_KV_CUDA_CHECKS=1`` in the environment only, as each call then waits for the device. Tensors of
 several devices raise too, but for `swap_blocks`. A tensor that is written has every element at an address of its
 own and shares none with another argument. No op has a backward: what one returns or writes while an argument
@@ -33,10 +34,12 @@ always there, sizes and numbers of 0 and 1 get a graph of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Number
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from . import _fake  # noqa: F401  loading it registers the ops and their fake implementations
 
@@ -84,7 +87,11 @@ def reshape_and_cache(
         ValueError: an argument is not as said, a slot is ``N * B`` or above or stands twice, or a scale
             that is read is not finite and above 0. Nothing has been written.
     """
-    _ops.reshape_and_cache.default(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    try:
+        _ops.reshape_and_cache.default(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    except RuntimeError as error:
+        _check_types(error, _ops.reshape_and_cache.default, locals())
+        raise
 
 
 def reshape_and_cache_dynamic(
@@ -114,7 +121,13 @@ def reshape_and_cache_dynamic(
     Raises:
         ValueError: as in `reshape_and_cache`.
     """
-    _ops.reshape_and_cache_dynamic.default(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    try:
+        _ops.reshape_and_cache_dynamic.default(
+            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
+        )
+    except RuntimeError as error:
+        _check_types(error, _ops.reshape_and_cache_dynamic.default, locals())
+        raise
 
 
 def paged_attention(
@@ -199,15 +212,23 @@ def paged_attention(
     args += (max_query_len, max_seq_len, scale)
     # Each argument costs 0.1 us to hand over, so the defaults are left to the schema.
     without = alibi_slopes is None and sinks is None and k_scale is None and v_scale is None
-    usual = causal is True and window == -1 and softcap == 0
-    if not (without and usual and type(window) is int):  # -1.0 is the schema's to refuse
+    usual = (
+        causal is True and type(window) is int and window == -1 and type(softcap) is float and softcap == 0
+    )
+    if not (without and usual):
         args += (causal, window, softcap, alibi_slopes, sinks, k_scale, v_scale)
-    if out is None and lse is None:
-        return _ops.paged_attention.default(*args)
-    if out is None or lse is None:
-        raise _not_both("paged_attention", out=out, lse=lse)
-    _ops.paged_attention.out(*args, out=out, lse=lse)
-    return out, lse
+    op = _ops.paged_attention.default
+    try:
+        if out is None and lse is None:
+            return op(*args)
+        if out is None or lse is None:
+            raise _not_both("paged_attention", out=out, lse=lse)
+        op = _ops.paged_attention.out
+        op(*args, out=out, lse=lse)
+        return out, lse
+    except RuntimeError as error:
+        _check_types(error, op, locals())
+        raise
 
 
 def copy_blocks(key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
@@ -227,9 +248,15 @@ def copy_blocks(key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], bl
         ValueError: an argument is not as said, or an id is not from 0 to N - 1. Nothing has been copied.
     """
     for name, caches in ("key_caches", key_caches), ("value_caches", value_caches):
-        if isinstance(caches, Tensor):  # whose elements would be taken for caches, each with heads for blocks
-            raise ValueError(f"paged_kv::copy_blocks: {name}: expected a sequence of tensors, got a tensor")
-    _ops.copy_blocks.default(list(key_caches), list(value_caches), block_mapping)
+        # A tensor's elements would be taken for caches, each with heads for blocks.
+        if isinstance(caches, Tensor) or not isinstance(caches, Iterable):
+            raise _wrong_type("copy_blocks", name, "List[Tensor]", caches)
+    key_caches, value_caches = list(key_caches), list(value_caches)
+    try:
+        _ops.copy_blocks.default(key_caches, value_caches, block_mapping)
+    except RuntimeError as error:
+        _check_types(error, _ops.copy_blocks.default, locals())
+        raise
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
@@ -246,7 +273,11 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     Raises:
         ValueError: an argument is not as said, or an id is out of range. Nothing has been copied.
     """
-    _ops.swap_blocks.default(src, dst, block_mapping)
+    try:
+        _ops.swap_blocks.default(src, dst, block_mapping)
+    except RuntimeError as error:
+        _check_types(error, _ops.swap_blocks.default, locals())
+        raise
 
 
 def gather_kv(
@@ -281,12 +312,19 @@ def gather_kv(
         ValueError: an argument is not as said, a length is negative or beyond the table, or a table entry
             in use is no block's id.
     """
-    if key is None and value is None:
-        return _ops.gather_kv.default(key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale)
-    if key is None or value is None:
-        raise _not_both("gather_kv", key=key, value=value)
-    _ops.gather_kv.out(key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale, key=key, value=value)
-    return key, value
+    args = (key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale)
+    op = _ops.gather_kv.default
+    try:
+        if key is None and value is None:
+            return op(*args)
+        if key is None or value is None:
+            raise _not_both("gather_kv", key=key, value=value)
+        op = _ops.gather_kv.out
+        op(*args, key=key, value=value)
+        return key, value
+    except RuntimeError as error:
+        _check_types(error, op, locals())
+        raise
 
 
 def merge_attention_states(
@@ -317,12 +355,19 @@ def merge_attention_states(
     Raises:
         ValueError: an argument is not as said.
     """
-    if out is None and lse is None:
-        return _ops.merge_attention_states.default(out_a, lse_a, out_b, lse_b)
-    if out is None or lse is None:
-        raise _not_both("merge_attention_states", out=out, lse=lse)
-    _ops.merge_attention_states.out(out_a, lse_a, out_b, lse_b, out=out, lse=lse)
-    return out, lse
+    args = (out_a, lse_a, out_b, lse_b)
+    op = _ops.merge_attention_states.default
+    try:
+        if out is None and lse is None:
+            return op(*args)
+        if out is None or lse is None:
+            raise _not_both("merge_attention_states", out=out, lse=lse)
+        op = _ops.merge_attention_states.out
+        op(*args, out=out, lse=lse)
+        return out, lse
+    except RuntimeError as error:
+        _check_types(error, op, locals())
+        raise
 
 
 def _not_both(op: str, **given: Tensor | None) -> ValueError:
@@ -330,3 +375,36 @@ def _not_both(op: str, **given: Tensor | None) -> ValueError:
     (first, a), (second, _) = given.items()
     present, missing = (second, first) if a is None else (first, second)
     return ValueError(f"paged_kv::{op}: {missing}: expected a tensor, as {present} is one, got None")
+
+
+_TYPES = {
+    "Tensor": "a tensor",
+    "Optional[Tensor]": "a tensor or None",
+    "List[Tensor]": "a sequence of tensors",
+    "int": "a 64-bit integer",
+    "float": "a number",
+    "bool": "True or False",
+}
+"""What the types of the schemas are called in errors."""
+
+
+def _check_types(error: RuntimeError, op: OpOverload, given: dict[str, object]) -> None:
+    """Of a call that raised `error`, which of the arguments `given` was of a wrong type is told in our words.
+
+    Torch's own are a page, and for None, which it takes for a tensor, it has none. Only afterwards, as looking at
+    each argument before the call would take as long as handing them over.
+    """
+    name = op._schema.name.rpartition("::")[2]
+    for argument in op._schema.arguments:
+        value, kind = given[argument.name], str(argument.type)
+        if kind == "List[Tensor]":
+            for place, tensor in enumerate(value):
+                if not isinstance(tensor, Tensor):
+                    raise _wrong_type(name, f"{argument.name}[{place}]", "Tensor", tensor) from None
+        if f" for argument '{argument.name}' " in str(error) or (value is None and kind == "Tensor"):
+            raise _wrong_type(name, argument.name, kind, value) from None
+
+
+def _wrong_type(op: str, name: str, kind: str, value: object) -> TypeError:
+    got = repr(value) if value is None or isinstance(value, str | Number) else type(value).__name__
+    return TypeError(f"paged_kv::{op}: {name}: expected {_TYPES[kind]}, got {got}")

@@ -8,7 +8,9 @@ the same sentences where dtypes and shapes show the mistake.
 import itertools
 import re
 from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import op_mistakes
 import pytest
 import torch
@@ -139,10 +141,72 @@ def test_results_are_given_together(call, given, missing):
         assert str(error.value) == f"paged_kv::{call.split()[0]}: {words}"
 
 
-@pytest.mark.parametrize("window", [-1.0, "-1"])
-def test_a_default_of_the_wrong_kind_is_refused(window):
-    with pytest.raises(RuntimeError, match="'int' for argument 'window'"):
-        ops.paged_attention(**VALID["paged_attention"]() | {"window": window})
+TENSOR, NUMBER, INTEGER = "a tensor", "a number", "a 64-bit integer"
+WRONG_TYPES = {  # what is expected of an argument of such a type, and what is not one
+    Tensor: (TENSOR, [np.zeros(3), [1, 2], 1.5, "x", None]),
+    list: ("a sequence of tensors", [torch.zeros(2, 2), 3, None]),
+    float: (NUMBER, [[0.5], "0.5", None, 1j]),
+    int: (INTEGER, [[1], "1", 1.0, None, 2**63, np.zeros(2), torch.zeros(2)]),
+}
+
+
+@pytest.mark.parametrize("call", VALID)
+def test_another_python_type_is_told_in_a_sentence(call):
+    for name, valid in VALID[call]().items():
+        expected, values = WRONG_TYPES[type(valid)]
+        if name in ("k_scale", "v_scale", "alibi_slopes", "sinks") and not call.endswith("_dynamic"):
+            expected, values = f"{TENSOR} or None", values[:-1]
+        if call.endswith(" out") and name in ("out", "lse", "key", "value"):
+            values = values[:-1]  # None is told of by test_results_are_given_together
+        for value in values:
+            arguments = VALID[call]() | {name: value}
+            before = [storage_bytes(tensor) for tensor in tensors_of(arguments)]
+            with pytest.raises(TypeError) as error:
+                getattr(ops, call.split()[0])(**arguments)
+            got = value if value is None or isinstance(value, int | float | complex | str) else None
+            got = type(value).__name__ if got is None and value is not None else repr(value)
+            assert str(error.value) == f"paged_kv::{call.split()[0]}: {name}: expected {expected}, got {got}"
+            for tensor, content in zip(tensors_of(arguments), before, strict=True):
+                assert torch.equal(storage_bytes(tensor), content)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("window", -1.0, f"{INTEGER}, got -1.0"),
+        ("window", "-1", f"{INTEGER}, got '-1'"),
+        ("window", np.zeros(2), f"{INTEGER}, got ndarray"),
+        ("softcap", np.zeros(2), f"{NUMBER}, got ndarray"),
+        ("softcap", None, f"{NUMBER}, got None"),
+        ("causal", "yes", "True or False, got 'yes'"),
+        ("sinks", 0.0, f"{TENSOR} or None, got 0.0"),
+    ],
+)
+def test_so_it_is_where_the_schema_has_a_default(name, value, words):
+    with pytest.raises(TypeError) as error:
+        ops.paged_attention(**VALID["paged_attention"]() | {name: value})
+    assert str(error.value) == f"paged_kv::paged_attention: {name}: expected {words}"
+
+
+@pytest.mark.parametrize("caches", [[None], (torch.zeros(N, 2), np.zeros(2))])
+def test_of_a_sequence_the_place_is_told(caches):
+    got = "None" if len(caches) == 1 else "ndarray"
+    words = rf"key_caches\[{len(caches) - 1}\]: expected a tensor, got {got}$"
+    with pytest.raises(TypeError, match=words):
+        ops.copy_blocks(caches, [], op_mistakes.pairs((0, 1)))
+
+
+def test_another_error_of_pytorch_passes_as_it_is(monkeypatch):
+    class Failing:
+        _schema = torch.ops.paged_kv.swap_blocks.default._schema
+
+        def __call__(self, *args):
+            raise RuntimeError("of its own") from OSError("its cause")
+
+    monkeypatch.setattr(ops, "_ops", SimpleNamespace(swap_blocks=SimpleNamespace(default=Failing())))
+    with pytest.raises(RuntimeError, match=r"^of its own$") as error:
+        ops.swap_blocks(**VALID["swap_blocks"]())
+    assert isinstance(error.value.__cause__, OSError)
 
 
 def random_view(buffer: Tensor) -> Tensor:
@@ -260,16 +324,6 @@ def test_keys_swap_with_values_of_one_buffer():
     expected = both[3, 0].clone()
     ops.swap_blocks(both[:, 0], both[:, 1], op_mistakes.pairs((3, 1)))
     assert torch.equal(both[1, 1], expected)
-
-
-@pytest.mark.parametrize("name", ["key_caches", "value_caches"])
-def test_a_tensor_is_no_sequence_of_caches(name):
-    cache = torch.randn(N, HKV, B, D)
-    before = cache.clone()
-    caches = {"key_caches": [], "value_caches": []} | {name: cache}
-    with pytest.raises(ValueError, match=f"{name}: expected a sequence of tensors, got a tensor"):
-        ops.copy_blocks(**caches, block_mapping=op_mistakes.pairs((0, 1)))
-    assert torch.equal(cache, before)
 
 
 def test_empty_pool():
