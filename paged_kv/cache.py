@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from operator import index
 
 import numpy as np
 import torch
@@ -123,7 +124,10 @@ class PagedKVCache:
         self.interleaved = interleaved
         self.scales = scales
         self.num_blocks = self._choose_num_blocks(num_blocks, memory)
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError, ValueError):  # each of which has a page of torch's own
+            raise ValueError(f"device: expected a device that torch has, got {device!r}") from None
         self._layers = self._allocate()
 
     @property
@@ -150,9 +154,10 @@ class PagedKVCache:
         return self.num_layers
 
     def __getitem__(self, layer: int) -> LayerCache:
-        if not -self.num_layers <= layer < self.num_layers:
-            raise IndexError(f"layer: expected 0 to {self.num_layers - 1}, got {layer}")
-        return self._layers[layer]
+        try:
+            return self._layers[index(layer)]
+        except (IndexError, TypeError) as error:
+            raise type(error)(f"layer: expected 0 to {self.num_layers - 1}, got {layer!r}") from None
 
     def __iter__(self) -> Iterator[LayerCache]:
         return iter(self._layers)
@@ -193,6 +198,8 @@ class PagedKVCache:
         The caches may lie on different devices and differ in layout, number of blocks and memory order, not
         in layers, heads, dtype, block size or scales.
         """
+        if not isinstance(destination, PagedKVCache):
+            raise TypeError(f"destination: expected a PagedKVCache, got {type(destination).__name__}")
         mine, theirs = self._geometry(), destination._geometry()
         if mine != theirs:
             raise ValueError(f"destination: expected a cache of {mine}, got one of {theirs}")
@@ -351,5 +358,5 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> int
 
 
 def _check_choice(name: str, value: object, choices: tuple) -> None:
-    if value not in choices:
+    if not isinstance(value, Hashable) or value not in choices:  # an array equals each in places
         raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")

@@ -170,6 +170,9 @@ def test_sized_by_bytes(dtype):
             {"dtype": torch.float64},
             r"dtype: expected torch\.float32 or torch\.float16 or .*, got torch\.float64",
         ),
+        ({"dtype": np.zeros(2)}, r"dtype: expected torch\.float32 or .*, got array\(\[0\., 0\.\]\)"),
+        ({"device": None}, "device: expected a device that torch has, got None"),
+        ({"device": "gpu"}, "device: expected a device that torch has, got 'gpu'"),
         ({"layout": "DHN"}, "layout: expected 'HND' or 'NHD' or 'head_major', got 'DHN'"),
         ({"interleaved": "no"}, "interleaved: expected True or False, got 'no'"),
         ({"scales": "token"}, "scales: expected 'none', got 'token'"),
@@ -187,6 +190,21 @@ def test_a_layer_that_is_not_there(layer):
     cache = PagedKVCache(2, 1, 8, torch.float32, 4, num_blocks=2)
     with pytest.raises(IndexError, match=f"layer: expected 0 to 1, got {layer}"):
         cache[layer]
+
+
+@pytest.mark.parametrize("layer", [None, "0", 0.0, slice(2), np.zeros(2)])
+def test_a_layer_is_an_integer(layer):
+    cache = PagedKVCache(2, 1, 8, torch.float32, 4, num_blocks=2)
+    with pytest.raises(TypeError, match=f"^layer: expected 0 to 1, got {re.escape(repr(layer))}$"):
+        cache[layer]
+
+
+def test_what_is_written_is_a_tensor():
+    cache = make()
+    with pytest.raises(
+        TypeError, match=r"^paged_kv::reshape_and_cache: value: expected a tensor, got ndarray$"
+    ):
+        cache.write(0, torch.zeros(2, 3, 8), np.zeros((2, 3, 8)), torch.tensor([0, 1]))
 
 
 def test_integers_of_numpy_do_as_well():
@@ -274,6 +292,12 @@ def test_swap_refuses_a_cache_of_another_model():
     for other in make(torch.float32, head_dim=16), make(torch.float16), make(block_size=8):
         with pytest.raises(ValueError, match=r"^destination: expected a cache of \{.*\}, got one of \{.*\}$"):
             make().swap_blocks(other, [(0, 0)])
+
+
+def test_swap_refuses_what_is_no_cache():
+    cache = make()
+    with pytest.raises(TypeError, match=r"^destination: expected a PagedKVCache, got LayerCache$"):
+        cache.swap_blocks(cache[0], [(0, 0)])
 
 
 @pytest.mark.parametrize("mapping", ([(0, 9)], [(9, 0)], [(-1, 0)], [(0, 1), (2, 1)], [(0, 1), (1, 2)]))

@@ -44,6 +44,13 @@ def instance(name: str, value: object, kind: type | tuple[type, ...], expected: 
         raise TypeError(f"{name} must be {expected}, not {value!r}")
 
 
+def hashable(seq_id: object) -> None:
+    try:
+        hash(seq_id)
+    except TypeError:
+        raise TypeError(f"seq_id must be hashable, not {seq_id!r}") from None
+
+
 def window_sizes(windows: object) -> tuple[int | None, ...]:
     expected = "windows must hold None or an integer of at least 1 for each group of layers"
     if not is_listing(windows):

@@ -21,7 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import DuplicateSequenceError, OutOfBlocksError, RollbackError, SharedBlockError
+from ..errors import (
+    DuplicateSequenceError,
+    OutOfBlocksError,
+    RollbackError,
+    SharedBlockError,
+    SwappedSequenceError,
+)
 from .admission import Admission, Admissions, AdmissionStatus
 from .arguments import instance, integer, is_listing, window_sizes
 from .arguments import seconds as parse_seconds
@@ -145,7 +151,6 @@ class PagedKVCacheManager:
         Raises DuplicateSequenceError if `seq_id` is held, TypeError, ValueError. Refusals change nothing.
         """
         self._publisher.publish()
-        instance("seq_id", seq_id, Hashable, "hashable")
         if seq_id in self._tables:
             raise DuplicateSequenceError(seq_id, "is admitted already")
         if chunk_size is not None:
@@ -223,10 +228,11 @@ class PagedKVCacheManager:
         A second free raises UnknownSequenceError and changes nothing.
         """
         self._publisher.publish()
-        if seq_id in self._tables.away:
+        try:
+            row = self._tables.row(seq_id)
+        except SwappedSequenceError:
             self._swapper.free(seq_id)
             return
-        row = self._tables.row(seq_id)
         self._drop(seq_id, row, 0)
         self._tables.close(seq_id)
 

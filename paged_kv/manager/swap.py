@@ -141,10 +141,10 @@ class Swapper:
         return num_filled
 
     def _saved(self, seq_id: Hashable) -> SavedRow:
+        if seq_id not in self.tables:
+            raise UnknownSequenceError(seq_id)
         if seq_id in self.tables.row_of:
             raise ResidentSequenceError(seq_id)
-        if seq_id not in self.tables.away:
-            raise UnknownSequenceError(seq_id)
         return self.tables.away[seq_id]
 
     def _publish(self, entry: SavedRow, fresh: set[int]) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from .._manager import RowArrays
 from ..errors import DuplicateSequenceError, SwappedSequenceError, UnknownSequenceError, UsageError
-from .arguments import is_listing
+from .arguments import hashable, is_listing
 from .chain import TokenChain
 from .pool import expect
 
@@ -88,7 +88,11 @@ class SequenceTables:
         return -(-num_tokens // self.block_size)
 
     def __contains__(self, seq_id: Hashable) -> bool:
-        return seq_id in self.row_of or seq_id in self.away
+        try:
+            return seq_id in self.row_of or seq_id in self.away
+        except TypeError:
+            hashable(seq_id)
+            raise
 
     def open(self, seq_id: Hashable, chain: TokenChain) -> int:
         """A row of length 0 for `seq_id`, which has none."""
@@ -152,18 +156,25 @@ class SequenceTables:
             return self.row_of[seq_id]
         except KeyError:
             raise self._no_row(seq_id) from None
+        except TypeError:
+            hashable(seq_id)
+            raise
 
     def rows(self, seq_ids: Sequence[Hashable]) -> np.ndarray:
         """Row of each of the distinct sequences, [len(seq_ids)] int64."""
         row_of = self.row_of
-        if isinstance(seq_ids, list) and seq_ids == self._last_seq_ids:
-            return self._last_rows
-        if not is_listing(seq_ids):
-            raise TypeError(f"seq_ids must be a sequence of ids, not {seq_ids!r}")
         try:
+            if isinstance(seq_ids, list) and seq_ids == self._last_seq_ids:
+                return self._last_rows
+            if not is_listing(seq_ids):
+                raise TypeError(f"seq_ids must be a sequence of ids, not {seq_ids!r}")
             rows = [row_of[seq_id] for seq_id in seq_ids]
         except KeyError as error:
             raise self._no_row(error.args[0]) from None
+        except (TypeError, ValueError):  # an array is not hashable, nor is its equality one truth
+            for seq_id in seq_ids if is_listing(seq_ids) else ():
+                hashable(seq_id)
+            raise
         if len(set(rows)) != len(rows):
             twice = next(seq_id for i, seq_id in enumerate(seq_ids) if seq_id in seq_ids[:i])
             raise DuplicateSequenceError(twice, "is named twice in one call")

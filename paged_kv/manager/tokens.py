@@ -10,7 +10,10 @@ import numpy as np
 from .arguments import integer, is_listing
 
 Tokens = Sequence[int] | np.ndarray | int
-"""Token ids of one sequence (list, array, CPU tensor), or only their number where ids are not known."""
+"""Token ids of one sequence (list, array, CPU tensor), or only their number where ids are not known.
+
+Any 32-bit integers are ids, negative ones too: the manager only compares them, and knows of no vocabulary.
+"""
 
 
 def parse_prompt(tokens: Tokens) -> tuple[int, bytes]:
@@ -58,12 +61,13 @@ def parse_batch(tokens: np.ndarray | Sequence[Tokens], num_seqs: int) -> Batch:
 
 
 def parse_lengths(name: str, lengths: Sequence[int] | np.ndarray, num_seqs: int) -> np.ndarray:
-    array = np.asarray(lengths)
-    if array.shape != (num_seqs,) or (num_seqs and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"{name} must have one integer for each of the {num_seqs} sequences, not {lengths!r}"
-        )
-    return array.astype(np.int64)
+    try:
+        array = np.asarray(lengths)
+        if array.shape == (num_seqs,) and (not num_seqs or array.dtype.kind in "iu"):
+            return array.astype(np.int64)
+    except ValueError:  # entries of several lengths
+        pass
+    raise ValueError(f"{name} must have one integer for each of the {num_seqs} sequences, not {lengths!r}")
 
 
 def _is_number(tokens: object) -> bool:
