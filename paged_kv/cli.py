@@ -388,9 +388,12 @@ def _record(output: RequestOutput, place: int, prompts: list[str]) -> dict[str, 
         "num_prompt_tokens": len(output.prompt_ids),
         "finish_reason": answer.finish_reason.value,
         "error": output.error,
-        "score": answer.score,
     }
-    return record | ({"logprobs": answer.logprobs} if answer.logprobs else {})
+    if answer.score is not None:
+        record["score"] = answer.score
+    if answer.logprobs:
+        record["logprobs"] = answer.logprobs
+    return record
 
 
 def _print_summary(llm: LLM, answers: list[RequestOutput], seconds: float) -> None:

@@ -93,6 +93,7 @@ def test_output_holds_a_json_line_for_each_prompt_in_order(folder, tmp_path, cap
     assert {record["finish_reason"] for record in records} == {"length"}
     assert {record["error"] for record in records} == {None}
     assert [record["num_prompt_tokens"] for record in records] == [len(prompt) for prompt in prompts]
+    assert not any({"score", "logprobs"} & record.keys() for record in records)  # not asked for
     assert capsys.readouterr().out == ""
 
 
@@ -178,7 +179,7 @@ def test_output_holds_a_json_line_for_each_answer(folder, tmp_path, capsys):
     for record in records:
         assert len(record["token_ids"]) == len(record["logprobs"]) == 6
         told = [told[str(token)] for told, token in zip(record["logprobs"], record["token_ids"], strict=True)]
-        assert sum(told) == pytest.approx(record["score"])
+        assert sum(told) / 6 == pytest.approx(record["score"])
         assert all(len(told) in (3, 4) for told in record["logprobs"])
     assert records[0]["score"] >= records[1]["score"]
     assert capsys.readouterr().out == ""

@@ -5,7 +5,8 @@ import torch
 from conftest import DEVICES
 from tiny_models import own_answers, random_prompts, tiny_model
 
-from paged_kv.engine import LLM, Engine, FinishReason, SamplingParams
+from paged_kv.engine import LLM, AsyncEngine, Engine, FinishReason, SamplingParams
+from paged_kv.integrations.transformers import PagedModel
 from paged_kv.manager import PagedKVCacheManager
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,16 +94,16 @@ def test_the_least_pool_finishes_everything_with_the_same_tokens(model, prompts,
 
 def test_prompts_that_can_never_run_are_refused_and_the_others_finish(model, prompts, expected):
     llm = new_llm(model, num_blocks=8)
-    mixed = [[], prompts[0], [1] * 33, [5, 128], prompts[3], [1] * 32, [-1]]
+    mixed = [[], prompts[0], [1] * 33, [5, 128], prompts[3], [1] * 32, [0, 127, -1]]
     outputs = llm.generate(mixed, GREEDY)
     assert [output.error for output in outputs] == [
         "the prompt is empty",
         None,
         "the prompt has 33 tokens; the whole pool of blocks holds 33, at least one new token included",
-        "the prompt has token ids outside [0, 128)",
+        "token 1 of the prompt has the id 128; the model's vocabulary has 0 to 127",
         None,
         None,
-        "the prompt has token ids outside [0, 128)",
+        "token 2 of the prompt has the id -1; the model's vocabulary has 0 to 127",
     ]
     assert [output.finish_reason is FinishReason.REFUSED for output in outputs] == [
         output.error is not None for output in outputs
@@ -298,6 +299,67 @@ def test_settings_and_arguments_are_checked_by_name(model, prompts):
         new_llm(model).generate([b"text"])
     with pytest.raises(ValueError, match="salt: expected text that UTF-8 can encode, got"):
         new_llm(model).generate(prompts, salt="\udce9")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": None}, "model: expected a model of transformers, or the path of one, got NoneType"),
+        ({"model": None, "dtype": torch.float32}, "model: expected a model of transformers, or the path"),
+        ({"model": torch.nn.Linear(1, 1)}, "model: expected a model of transformers, or .*, got Linear"),
+        ({"model": b"folder"}, "model: expected a model of transformers, or the path of one, got bytes"),
+        ({"tokenizer": "gpt2"}, "tokenizer: expected a tokenizer of transformers or None, got 'gpt2'"),
+        (
+            {"model": "folder", "dtype": "float32"},
+            "dtype: expected a dtype of torch's or None, got 'float32'",
+        ),
+        ({"cache_dtype": "int8"}, "cache_dtype: expected a dtype of torch's or None, got 'int8'"),
+        ({"block_size": None}, "block_size: expected an integer from 1 to 1024, got None"),
+        ({"num_blocks": "60"}, "num_blocks: expected an integer of 1 or more, got '60'"),
+        ({"num_host_blocks": None}, "num_host_blocks: expected an integer of 0 or more, got None"),
+        ({"compile": "yes"}, "compile: expected True or False, got 'yes'"),
+        ({"pack_weights": 1}, "pack_weights: expected True or False, got 1"),
+        ({"prefix_cache": None}, "prefix_cache: expected True or False, got None"),
+    ],
+)
+def test_an_llm_is_not_made_of_other_types(model, arguments, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        new_llm(**{"model": model, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "message"),
+    [
+        (None, {}, "prompts: expected texts or lists of token ids, got None"),
+        ([[1, 2.0]], {}, "prompt_ids: expected token ids, which are integers"),
+        ([[1, None]], {}, "prompt_ids: expected token ids, which are integers"),
+        ([[1]], {"params": None}, "params: expected SamplingParams, or a list of them, got None"),
+        ([[1]], {"params": {"n": 2}}, "params: expected SamplingParams, or a list of them, got {'n': 2}"),
+        ([[1]], {"params": [None]}, "params: expected SamplingParams, got None"),
+    ],
+)
+def test_a_request_is_not_made_of_other_types(model, prompts, arguments, message):
+    llm = new_llm(model)
+    with pytest.raises(TypeError, match=f"^{message}"):
+        llm.generate(prompts, **arguments)
+    assert not llm.engine.has_work
+
+
+def test_what_an_engine_is_handed_is_checked(model):
+    llm = new_llm(model)
+    with pytest.raises(
+        TypeError, match=r"^prompt_ids: expected token ids, .*'NoneType' object is not iterable"
+    ):
+        llm.engine.add_request(None)
+    with pytest.raises(TypeError, match=r"^prompt: expected a text or a list of messages, got None$"):
+        llm.encode(None, chat=True)
+    with pytest.raises(TypeError, match=r"^on_token: expected a function or None, got 5$"):
+        llm.engine.add_request([1], on_token=5)
+    with pytest.raises(TypeError, match=r"^model: expected a model of transformers, got NoneType$"):
+        PagedModel(None)
+    with pytest.raises(TypeError, match=r"^llm: expected an LLM, got Engine$"):
+        AsyncEngine(llm.engine)
+    assert not llm.engine.has_work
 
 
 def test_the_pool_may_be_sized_in_bytes(model):

@@ -167,7 +167,8 @@ def test_best_of_gives_the_likeliest_of_all(model, prompts):
     )
     assert len(outputs) == 1  # nothing is known before the end
     assert [c.token_ids for c in outputs[0].completions] == [every.completions[i].token_ids for i in best]
-    assert [c.score / 8 for c in outputs[0].completions] == pytest.approx([means[i] for i in best])
+    assert [c.score for c in outputs[0].completions] == pytest.approx([means[i] for i in best])
+    assert {c.score for c in every.completions} == {None}  # nothing was compared
 
 
 # Beams

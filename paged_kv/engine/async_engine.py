@@ -36,6 +36,8 @@ class AsyncEngine:
     """
 
     def __init__(self, llm: LLM) -> None:
+        if not isinstance(llm, LLM):
+            raise TypeError(f"llm: expected an LLM, got {type(llm).__name__}")
         self.llm = llm
         self._thread = ThreadPoolExecutor(1, "paged_kv")
         self._calls: list[Callable[[], None]] = []

@@ -123,7 +123,16 @@ class Engine:
             on_token: called after each step that brings the request on, and when it ends in a step. If it
                 raises, its request ends with an error, and no other.
         """
-        prompt_ids = [index(token) for token in prompt_ids]  # what stands for an integer, and nothing else
+        try:
+            prompt_ids = [
+                index(token) for token in prompt_ids
+            ]  # what stands for an integer, and nothing else
+        except TypeError as error:
+            raise TypeError(f"prompt_ids: expected token ids, which are integers ({error})") from None
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params: expected SamplingParams, got {params!r}")
+        if not (on_token is None or callable(on_token)):
+            raise TypeError(f"on_token: expected a function or None, got {on_token!r}")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority: expected an integer, got {priority!r}")
         if not isinstance(salt, str | None):
@@ -342,7 +351,11 @@ class Engine:
                 "at least one new token included"
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.model.vocab_size:
-            return f"the prompt has token ids outside [0, {self.model.vocab_size})"
+            place = next(i for i, token in enumerate(prompt_ids) if not 0 <= token < self.model.vocab_size)
+            return (
+                f"token {place} of the prompt has the id {prompt_ids[place]}; "
+                f"the model's vocabulary has 0 to {self.model.vocab_size - 1}"
+            )
         if params.num_seqs > scheduler.max_num_seqs:
             return f"it asks for {params.num_seqs} sequences; max_num_seqs is {scheduler.max_num_seqs}"
         if params.beam_width and params.beam_width > self.model.vocab_size:

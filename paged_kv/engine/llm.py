@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ import torch
 
 from ..cache import MAX_BLOCK_SIZE
 from ..integrations.loading import load
-from ..integrations.transformers import PagedModel
+from ..integrations.transformers import PagedModel, is_model
 from ..interrupts import interrupts_wait
 from ..manager import PagedKVCacheManager
 from .engine import Engine
@@ -36,7 +36,9 @@ class Completion:
     new_text: str  # the end of `text` that this output adds to the one before
     finish_reason: FinishReason | None  # None while it runs
     logprobs: list[dict[int, float]]  # of each new token: its own and those of the likeliest, if asked for
-    score: float  # of a beam, or the sum of log-probabilities where samples are compared; else 0
+    score: (
+        float | None
+    )  # what answers were compared by: a beam's, or a sample's mean log-probability; else None
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class LLM:
 
     Raises:
         UnsupportedModelError: the model cannot run on a paged cache.
+        ValueError, TypeError: an argument is out of range or of another type; the message names it.
         FileNotFoundError, ImportError: see `paged_kv.integrations.loading.load`.
 
     Example:
@@ -125,14 +128,23 @@ class LLM:
         max_num_seqs: int = 64,
     ) -> None:
         from_path = isinstance(model, (str, Path))
+        if not from_path and not is_model(model):
+            got = type(model).__name__
+            raise TypeError(f"model: expected a model of transformers, or the path of one, got {got}")
+        if tokenizer is not None and not callable(tokenizer):
+            raise TypeError(f"tokenizer: expected a tokenizer of transformers or None, got {tokenizer!r}")
+        if not from_path and dtype is not None:
+            raise ValueError(f"dtype: only for a path, a loaded model has its own ({model.dtype})")
         check_options(
-            dtype=dtype if from_path else None,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
             block_size=block_size,
             num_blocks=num_blocks,
             memory=memory,
             num_host_blocks=num_host_blocks,
             compile=compile,
             pack_weights=pack_weights,
+            prefix_cache=prefix_cache,
             max_model_len=max_model_len,
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
@@ -140,8 +152,6 @@ class LLM:
         if from_path:
             model, loaded_tokenizer = load(model, dtype)
             tokenizer = tokenizer or loaded_tokenizer
-        elif dtype is not None:
-            raise ValueError(f"dtype: only for a path, a loaded model has its own ({model.dtype})")
         self.tokenizer = tokenizer
         self.model = PagedModel(model)
         if pack_weights:
@@ -180,7 +190,10 @@ class LLM:
 
         Raises:
             ValueError: there is no tokenizer, or it has no chat template.
+            TypeError: it is neither a text nor messages.
         """
+        if not isinstance(prompt, (str, Sequence)):
+            raise TypeError(f"prompt: expected a text or a list of messages, got {prompt!r}")
         if self.tokenizer is None:
             raise ValueError("prompt: expected token ids, since this model was given without a tokenizer")
         if isinstance(prompt, str) and not chat:
@@ -224,16 +237,21 @@ class LLM:
         Closing the iterator aborts what has not finished. Several streams may run at once: each step computes
         tokens for all of them, and a stream that is asked later tells several tokens in one output.
         """
+        expected = "prompts: expected texts or lists of token ids"
+        if not isinstance(prompts, Iterable):
+            raise TypeError(f"{expected}, got {prompts!r}")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
+        if not isinstance(params, Sequence):
+            raise TypeError(f"params: expected SamplingParams, or a list of them, got {params!r}")
         if len(params) != len(prompts):
             raise ValueError(
                 f"params: expected one or {len(prompts)}, one for each prompt, got {len(params)}"
             )
         for prompt in prompts:
             if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, (bytes, bytearray, memoryview)):
-                raise TypeError(f"prompts: expected texts or lists of token ids, got {prompt!r} among them")
+                raise TypeError(f"{expected}, got {prompt!r} among them")
         ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
         def outputs() -> Iterator[RequestOutput]:
@@ -285,9 +303,8 @@ class Teller:
         for place, sequence in enumerate(request.completions if any(self._told) else ()):
             text, told, self._text_lens[place] = sequence.text, self._text_lens[place], len(sequence.text)
             tokens, logprobs = sequence.new_token_ids, list(sequence.logprobs)
-            completions.append(
-                Completion(tokens, text, text[told:], sequence.finish_reason, logprobs, sequence.score)
-            )
+            score = request.score(sequence)
+            completions.append(Completion(tokens, text, text[told:], sequence.finish_reason, logprobs, score))
         return RequestOutput(
             self._index,
             request.prompt_ids,
@@ -299,39 +316,37 @@ class Teller:
         )
 
 
-def check_options(
-    *,
-    dtype: torch.dtype | None = None,
-    block_size: int = 16,
-    num_blocks: int | None = None,
-    memory: int | None = None,
-    num_host_blocks: int = 0,
-    compile: bool = False,
-    pack_weights: bool = False,
-    max_model_len: int | None = None,
-    max_batch_tokens: int = 512,
-    max_num_seqs: int = 64,
-) -> None:
-    """Raises ValueError or TypeError for options of `LLM` that are wrong whatever the model: loading it takes long."""
-    check_integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
-    for name, value, low in (
-        ("num_blocks", num_blocks, 1),
-        ("memory", memory, 1),
-        ("max_model_len", max_model_len, 2),
+def check_options(**options: object) -> None:
+    """Raises ValueError or TypeError where those of the options of `LLM` that are given are wrong whatever the model:
+    loading it takes long."""
+    for name, optional, low, high in (
+        ("block_size", False, 1, MAX_BLOCK_SIZE),
+        ("num_blocks", True, 1, None),
+        ("memory", True, 1, None),
+        ("num_host_blocks", False, 0, None),
+        ("max_model_len", True, 2, None),
+        ("max_batch_tokens", False, 1, None),
+        ("max_num_seqs", False, 1, None),
     ):
-        if value is not None:
-            check_integer(name, value, low)
-    if num_blocks is not None and memory is not None:
+        if name in options and not (optional and options[name] is None):
+            check_integer(name, options[name], low, high)
+    for name, kind, what in (
+        ("dtype", torch.dtype | None, "a dtype of torch's or None"),
+        ("cache_dtype", torch.dtype | None, "a dtype of torch's or None"),
+        ("compile", bool, "True or False"),
+        ("pack_weights", bool, "True or False"),
+        ("prefix_cache", bool, "True or False"),
+    ):
+        if name in options and not isinstance(options[name], kind):
+            raise TypeError(f"{name}: expected {what}, got {options[name]!r}")
+    given = {name for name, value in options.items() if value is not None and value is not False}
+    if {"num_blocks", "memory"} <= given:
         raise ValueError("num_blocks, memory: expected one of them, got both")
-    check_integer("num_host_blocks", num_host_blocks, 0)
-    check_integer("max_batch_tokens", max_batch_tokens, 1)
-    check_integer("max_num_seqs", max_num_seqs, 1)
-    if pack_weights and compile:
+    if {"pack_weights", "compile"} <= given:
         raise ValueError("pack_weights: expected False with compile")
-    if pack_weights and dtype not in (None, torch.float32):
-        raise ValueError(
-            f"pack_weights: expected weights in float32, got {str(dtype).removeprefix('torch.')}"
-        )
+    if {"pack_weights", "dtype"} <= given and options["dtype"] != torch.float32:
+        got = str(options["dtype"]).removeprefix("torch.")
+        raise ValueError(f"pack_weights: expected weights in float32, got {got}")
 
 
 def _eos_token_ids(model: PreTrainedModel) -> list[int]:

@@ -41,7 +41,9 @@ class Sequence:
     lookup: PromptLookup | None = None  # where guesses come from
     text_stream: TextStream | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)  # of each new token, if asked for
-    score: float = 0.0  # sum of log-probabilities, if asked for; of a beam, as transformers scores it
+    score: float = (
+        0.0  # sum of log-probabilities, where they are asked for; of a beam, as transformers scores it
+    )
     finish_reason: FinishReason | None = None
     error: str | None = None
     last_token_at: float | None = None
@@ -128,9 +130,14 @@ class Request:
         if self.beams and self.beams.finished:
             return self.beams.finished
         if self.params.best_of is not None and self.finished:
-            ranked = sorted(self.sequences, key=lambda s: -s.score / max(1, s.num_new_tokens))
-            return ranked[: self.params.n]
+            return sorted(self.sequences, key=self.score, reverse=True)[: self.params.n]
         return self.sequences[: self.params.n]
+
+    def score(self, sequence: Sequence) -> float | None:
+        """What decides whether `sequence` is among the answers; None where nothing does."""
+        if self.beams:
+            return sequence.score
+        return None if self.params.best_of is None else sequence.score / max(1, sequence.num_new_tokens)
 
     @property
     def compares(self) -> bool:

@@ -36,7 +36,7 @@ from ._probe import Probe, attend_probe, mask_probe, probe
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["AttentionLayer", "PagedBatch", "PagedModel"]
+__all__ = ["AttentionLayer", "PagedBatch", "PagedModel", "is_model"]
 
 ATTENTION, PROBE = "paged_kv", "paged_kv_probe"
 """Names under which transformers finds the functions that run a model, and those that probe it."""
@@ -52,6 +52,7 @@ class PagedModel:
 
     Raises:
         UnsupportedModelError: the model means something that the ops or packing cannot do.
+        TypeError: it is no model.
         ValueError: it is in training mode.
         ImportError: transformers is not installed.
     """
@@ -61,6 +62,8 @@ class PagedModel:
         for name, functions in (ATTENTION, (attend, mask)), (PROBE, (attend_probe, mask_probe)):
             transformers.AttentionInterface.register(name, functions[0])
             transformers.AttentionMaskInterface.register(name, functions[1])
+        if not is_model(model):
+            raise TypeError(f"model: expected a model of transformers, got {type(model).__name__}")
         if model.training:
             raise ValueError("model: expected eval mode, got training mode: call model.eval() first")
         if model.device.type == "cpu":
@@ -174,6 +177,11 @@ class PagedModel:
         finally:
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation = implementation
+
+
+def is_model(value: object) -> bool:
+    """Whether it may be a model of transformers: wrapped ones, by peft for instance, are of no class of theirs."""
+    return isinstance(value, torch.nn.Module) and hasattr(value, "config")
 
 
 def _check_config(model: PreTrainedModel, config: PretrainedConfig) -> None:
