@@ -150,6 +150,9 @@ inline void gather_scales(const ScaleView& scale, const int64_t* offsets, int co
   for (int i = 0; i < count; ++i) out[i] = scale.data[offsets[i] + head * scale.stride_head];
 }
 
+template <class P>
+constexpr bool kQuantised = sizeof(typename P::Element) == 1;
+
 // Writes a row of values in lane order, times `factor` times `scale`, which may be too much for float32, to a row of
 // the output: in the cache's dtype, unless that is quantised.
 template <class P>
@@ -163,7 +166,7 @@ void write_row(const float* values, float factor, float scale, void* row, DType 
     }
     return nullptr;
   };
-  if constexpr (sizeof(typename P::Element) == 1) {
+  if constexpr (kQuantised<P>) {
     dispatch_float(dtype, [&](auto tag) { return write(static_cast<Element<tag()>*>(row)); });
   } else {
     write(static_cast<typename P::Element*>(row));
@@ -181,7 +184,8 @@ void finish_row(const AttentionParams& p, int64_t token, int64_t q_head, bool se
   }
   char* row = static_cast<char*>(p.out.data) +
               (token * p.out.stride_token + q_head * p.out.stride_head) * element_size(p.out.dtype);
-  const float scale = head_scale(p.v_scale, q_head / (p.num_q_heads / p.num_kv_heads));
+  float scale = 1.0f;  // known to be 1 where the cache is not quantised
+  if constexpr (kQuantised<P>) scale = head_scale(p.v_scale, q_head / (p.num_q_heads / p.num_kv_heads));
   write_row<P>(values, factor, scale, row, p.out.dtype, p.head_dim);
   p.lse[token * p.lse_stride_token + q_head * p.lse_stride_head] = lse;
 }

@@ -39,11 +39,6 @@ struct SoftmaxState {
   // With all keys seen, and at least one: what to multiply the values by, and the log-sum-exp. A sink is one more score
   // whose value is zero; -inf is none.
   PAGED_KV_INLINE void finish(float sink, float& factor, float& lse) const {
-    if (sink == -kInfinity && max > -kInfinity && max < kInfinity) {  // what the rest comes to, in fewer steps
-      factor = 1.0f / sum;
-      lse = max + __builtin_logf(sum);
-      return;
-    }
     const float larger = max_or_nan(max, sink);
     if (larger == kInfinity) {
       factor = max == kInfinity ? kNaN : 0.0f;
@@ -51,8 +46,9 @@ struct SoftmaxState {
       return;
     }
     const float shift = shift_of(larger);
-    const float mine = exp(max - shift);
-    const float total = sum * mine + exp(sink - shift);
+    // Without a sink both exponentials are known, and a small decode shows what they take.
+    const float mine = max == shift ? 1.0f : exp(max - shift);
+    const float total = sink == -kInfinity ? sum * mine : sum * mine + exp(sink - shift);
     factor = mine / total;  // 0 / 0 where every score is -inf: NaN, as in the formula
     lse = shift + __builtin_logf(total);
   }
