@@ -35,6 +35,16 @@ def test_the_table_names_every_op() -> None:
     assert set(re.findall(r"`([a-z_]+)`", table.split("Block sizes")[0])) == set(ops.__all__)
 
 
+def test_every_extra_is_named_where_it_is_installed() -> None:
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    extras = re.findall(
+        r"^(\w+) = \[", project.partition("optional-dependencies]\n")[2].partition("\n\n")[0], re.M
+    )
+    install = README[README.index("## Install") : README.index("## The ops alone")]
+    assert len(extras) > 3
+    assert [extra for extra in extras if not re.search(rf"`{extra}`|\[{extra}\]", install)] == []
+
+
 def test_every_linked_file_exists() -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("https://")]
     assert links
