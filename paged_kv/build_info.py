@@ -117,5 +117,8 @@ def set_isa(name: str) -> None:
 
     Raises:
         ValueError: not built, or not supported by this machine; the message lists those that can be chosen.
+        TypeError: not a text.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected the name of an instruction set, got {name!r}")
     native.set_isa(name)

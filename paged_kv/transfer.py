@@ -140,7 +140,10 @@ def import_prefix_cache(path: str | os.PathLike, manager: PagedKVCacheManager, c
 
 
 def _expect_pair(manager: PagedKVCacheManager, cache: PagedKVCache) -> None:
-    """Raises ValueError where the manager's blocks are not those of the cache."""
+    """Raises TypeError where they are something else, and ValueError where the manager's blocks are not the cache's."""
+    for name, value, kind in ("manager", manager, PagedKVCacheManager), ("cache", cache, PagedKVCache):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
     if cache.block_size != manager.block_size:
         raise ValueError(
             f"cache: expected block_size {manager.block_size} as of manager, got {cache.block_size}"

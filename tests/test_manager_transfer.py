@@ -241,6 +241,18 @@ def test_a_cache_of_other_blocks_than_the_manager_s_is_refused(tmp_path):
     assert "b" not in manager
 
 
+def test_manager_and_cache_stand_in_their_order(tmp_path):
+    manager, cache = pair()
+    for call in (
+        lambda: export_sequence(tmp_path / "a", cache, manager, "a"),
+        lambda: import_prefix_cache(tmp_path / "a", cache, manager),
+    ):
+        with pytest.raises(TypeError, match=r"^manager: expected a PagedKVCacheManager, got PagedKVCache$"):
+            call()
+    with pytest.raises(TypeError, match=r"^cache: expected a PagedKVCache, got LayerCache$"):
+        import_sequence(tmp_path / "a", manager, cache[0], "a")
+
+
 def test_static_scales_must_be_the_same(tmp_path):
     def scaled(value):
         cache = PagedKVCache(2, 2, 8, torch.int8, 4, num_blocks=16, scales="head")

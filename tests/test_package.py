@@ -94,6 +94,8 @@ def test_set_isa_refuses_what_is_not_there():
     for isa in set(before.isas_built) - set(before.isas_supported):
         with pytest.raises(ValueError, match=f"got '{isa}'"):
             paged_kv.set_isa(isa)
+    with pytest.raises(TypeError, match=r"^name: expected the name of an instruction set, got None$"):
+        paged_kv.set_isa(None)
     assert paged_kv.build_info() == before
 
 
