@@ -238,6 +238,17 @@ def test_integers_of_numpy_do_as_well():
     assert m.stats() == plain.stats()
 
 
+def test_ids_are_opaque():
+    """Whatever fits into 32 bits is an id: which of them a model has is for its caller to know."""
+    m, ids = PagedKVCacheManager(16, 4), [-1, -(2**31), 2**31 - 1, 0, 7]
+    for seq_id in "ab":
+        num_cached = m.admit(seq_id, ids).num_cached_tokens
+        m.append([seq_id], [ids[num_cached:]])
+        m.commit([seq_id])
+    assert num_cached == 4
+    assert m.admit("c", [1, *ids[1:]]).num_cached_tokens == 0
+
+
 def test_a_pin_may_last_for_ever(m):
     pin = m.pin([0, 1, 2, 3], seconds=float("inf"))
     assert isinstance(pin, Pin) and pin.num_tokens == 4
