@@ -335,7 +335,7 @@ def test_an_llm_is_not_made_of_other_types(model, arguments, message):
         ([[1, None]], {}, "prompt_ids: expected token ids, which are integers"),
         ([[1]], {"params": None}, "params: expected SamplingParams, or a list of them, got None"),
         ([[1]], {"params": {"n": 2}}, "params: expected SamplingParams, or a list of them, got {'n': 2}"),
-        ([[1]], {"params": [None]}, "params: expected SamplingParams, got None"),
+        ([[1]], {"params": [None]}, "params: expected a SamplingParams, got NoneType"),
     ],
 )
 def test_a_request_is_not_made_of_other_types(model, prompts, arguments, message):
@@ -357,6 +357,12 @@ def test_what_an_engine_is_handed_is_checked(model):
         llm.engine.add_request([1], on_token=5)
     with pytest.raises(TypeError, match=r"^model: expected a model of transformers, got NoneType$"):
         PagedModel(None)
+    with pytest.raises(TypeError, match=r"^model: expected a PagedModel, got LlamaForCausalLM$"):
+        Engine(model, llm.engine.cache, llm.engine.manager)
+    with pytest.raises(TypeError, match=r"^cache: expected a PagedKVCache, got PagedKVCacheManager$"):
+        Engine(llm.model, llm.engine.manager, llm.engine.cache)
+    with pytest.raises(TypeError, match=r"^request: expected a Request, got int$"):
+        llm.engine.abort(0)
     with pytest.raises(TypeError, match=r"^llm: expected an LLM, got Engine$"):
         AsyncEngine(llm.engine)
     assert not llm.engine.has_work

@@ -69,6 +69,11 @@ class Engine:
         max_batch_tokens: int = 512,
         max_num_seqs: int = 64,
     ) -> None:
+        _check_type("model", model, PagedModel)
+        _check_type("cache", cache, PagedKVCache)
+        _check_type("manager", manager, PagedKVCacheManager)
+        if host_cache is not None:
+            _check_type("host_cache", host_cache, PagedKVCache)
         check_integer("max_batch_tokens", max_batch_tokens, 1)
         check_integer("max_num_seqs", max_num_seqs, 1)
         num_host_blocks = host_cache.num_blocks if host_cache else 0
@@ -129,8 +134,7 @@ class Engine:
             ]  # what stands for an integer, and nothing else
         except TypeError as error:
             raise TypeError(f"prompt_ids: expected token ids, which are integers ({error})") from None
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params: expected SamplingParams, got {params!r}")
+        _check_type("params", params, SamplingParams)
         if not (on_token is None or callable(on_token)):
             raise TypeError(f"on_token: expected a function or None, got {on_token!r}")
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -202,6 +206,7 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Ends a request now; its blocks are free at once. A finished one stays as it is."""
+        _check_type("request", request, Request)
         self._end(request, FinishReason.ABORTED)
 
     # After the model has run
@@ -410,3 +415,8 @@ class Engine:
         self.trace.count("blocks", ended, used=stats.num_used_blocks, evictable=stats.num_evictable_blocks)
         if preempted:
             self.trace.mark("preempted", scheduled, requests=preempted)
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
