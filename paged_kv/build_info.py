@@ -52,7 +52,7 @@ try:
 except ImportError as error:
     if not _is_command():
         raise
-    # In the way of cli.py, which tells so of all else, as it cannot be imported.
+    # As cli.py does, which cannot be imported without this.
     print(f"paged-kv: {error}", file=sys.stderr)
     raise SystemExit(2) from None
 

@@ -407,4 +407,4 @@ def _check_types(error: RuntimeError, op: OpOverload, given: dict[str, object]) 
 
 def _wrong_type(op: str, name: str, kind: str, value: object) -> TypeError:
     got = repr(value) if value is None or isinstance(value, str | Number) else type(value).__name__
-    return TypeError(f"paged_kv::{op}: {name}: expected {_TYPES[kind]}, got {got}")
+    return TypeError(f"paged_kv::{op}: {name}: expected {_TYPES.get(kind, kind)}, got {got}")
