@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import inf, isfinite, nan
 
 import pytest
@@ -20,9 +21,7 @@ from cases import (
     row_view,
 )
 from compare import assert_close, assert_same_bits, error_of
-from conftest import Backend
 
-import paged_kv
 from paged_kv import reference
 
 GUARD = 12288.0  # exact in every dtype
@@ -243,26 +242,77 @@ def test_every_byte_is_the_number_it_stands_for(
     assert torch.equal(lse[usual].nan_to_num(12345.0), exact[usual].nan_to_num(12345.0))
 
 
-@pytest.mark.parametrize("tokens", [1, 32], ids=["decode", "prefill"])
+@pytest.mark.parametrize("bad", [inf, -inf])
+@pytest.mark.parametrize("sinks", [None, 1e6])
+@pytest.mark.parametrize("seqs", [((1, 40),), ((32, 40),), ((2, 1100),)], ids=["decode", "prefill", "splits"])
+@pytest.mark.parametrize("cache", [None, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("isa", paged_kv.build_info().isas_supported)
-def test_cpus_keep_a_weight_from_being_too_small_for_an_infinite_value(
-    isa: str, dtype: torch.dtype, tokens: int
+def test_no_weight_is_too_small_for_an_infinite_value(
+    dtype: torch.dtype, cache: torch.dtype | None, seqs, sinks: float | None, bad: float, backend
 ) -> None:
-    """The first token, whose weight is the smallest normal number, and subnormal with its scale."""
-    case = Case(
-        seqs=((tokens, 40),), heads=(1, 1), dtype=dtype, cache_dtype=torch.float8_e5m2, v_scale="token"
-    )
-    args = make_inputs(case).args
+    """The first token's, e^-49152 of all others', which float64 takes for zero, and less with its scale."""
+    case = Case(seqs=seqs, heads=(2, 1), dtype=dtype, cache_dtype=cache, sinks=sinks)
+    args = make_inputs(replace(case, v_scale="token" if cache else "none"), backend.device).args
     block = args["block_tables"][0, 0]
     args["query"].fill_(1)
-    args["key_cache"].view(torch.uint8).fill_(0)
-    args["key_cache"].view(torch.uint8)[block, :, 0] = 0xFA  # -49152
-    args["value_cache"].view(torch.uint8)[block, :, 0] = 0x7C  # inf
-    args["v_scale"].fill_(2.0**-20)
-    with Backend(f"cpu[{isa}]", isa=isa).active() as backend:
+    args["key_cache"].copy_(torch.zeros(args["key_cache"].shape))
+    args["key_cache"][block, :, 0] = torch.full((case.head_dim,), -6144.0).to(args["key_cache"])
+    args["value_cache"][block, :, 0, 5] = torch.tensor(bad).to(args["value_cache"])
+    if cache:
+        args["v_scale"].fill_(2.0**-20)
+    out, lse = backend.ops.paged_attention(**args)
+    assert (out[..., 5] == bad).all() and lse.isfinite().all()
+    out[..., 5] = 0
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("seqs", [((1, 40),), ((32, 40),), ((2, 1100),)], ids=["decode", "prefill", "splits"])
+@pytest.mark.parametrize("keys", ["inf", "-inf", "all -inf", "inf and nan"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_infinite_scores(dtype: torch.dtype, keys: str, seqs, backend) -> None:
+    """Those of +inf make the LSE infinite and the output NaN; those of -inf weigh 0."""
+    for sinks in (None, 0.0, inf, -inf):
+        args = make_inputs(Case(seqs=seqs, heads=(2, 1), dtype=dtype, sinks=sinks), backend.device).args
+        args["query"].fill_(1)
+        slot = args["block_tables"][0, 0], slice(None), 3
+        if keys == "all -inf":
+            args["key_cache"].fill_(-inf)
+        else:
+            args["key_cache"][slot] = float(keys.split()[0])
+        if keys == "inf and nan":
+            args["key_cache"][args["block_tables"][0, 1], :, 2] = nan
         out, lse = backend.ops.paged_attention(**args)
-    assert out.isposinf().all() and lse.isfinite().all()
+        exact_out, exact_lse = reference.paged_attention(**args)
+        assert_close(out, exact_out, 0.02, f"sinks {sinks}: out")
+        assert_close(lse, exact_lse, 0.02, f"sinks {sinks}: lse")
+
+
+@pytest.mark.parametrize("seqs", [((1, 600),), ((20, 45),)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("rule", ["plain", "alibi", "softcap", "sinks"])
+@pytest.mark.parametrize("cache", [None, *QUANTISED], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_largest_of_huge_scores_weighs_one(
+    dtype: torch.dtype, cache: torch.dtype | None, rule: str, seqs, backend
+) -> None:
+    """Scores of about 2^40, one alone, or all alike: no rounding may tell the largest from itself."""
+    for sign, alike in product((1.0, -1.0), (False, True)):
+        case = Case(seqs=seqs, heads=(2, 1), dtype=dtype, cache_dtype=cache, alibi=rule == "alibi")
+        args = make_inputs(case, backend.device).args
+        keys = torch.full(args["key_cache"].shape, sign)
+        if not alike:
+            keys[args["block_tables"][0, 1], :, 2] += 1
+        args["key_cache"].copy_(keys)
+        args["query"].fill_(3)
+        args["scale"] = 1.1 * 2.0**33
+        args["softcap"] = 1.3 * 2.0**38 if rule == "softcap" else 0.0
+        if rule == "sinks":
+            args["sinks"] = torch.tensor([0.3 * 2.0**33, -(2.0**50)], device=backend.device)
+        out, lse = backend.ops.paged_attention(**args)
+        exact_out, exact_lse = reference.paged_attention(**args)
+        assert_close(lse, exact_lse, 1e-6 * float(exact_lse.abs().max()), "lse")
+        if rule != "alibi":  # whose slopes float32 cannot add to such scores
+            assert_close(out, exact_out, 0.02, "out")
+        assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("seqs", [((1, 30),), ((20, 45),)], ids=["decode", "prefill"])

@@ -47,6 +47,14 @@ def test_far_blocks() -> None:
     shared_tests.test_offsets_beyond_32_bits(BACKEND)
 
 
+@pytest.mark.parametrize("tokens", [2, 32])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_infinity(dtype: torch.dtype, tokens: int) -> None:
+    shared_tests.test_no_weight_is_too_small_for_an_infinite_value(
+        dtype, None, ((tokens, 530),), 1e6, -torch.inf, BACKEND
+    )
+
+
 @pytest.mark.parametrize("head_dim", [64, 40, 33])
 @pytest.mark.parametrize("cache_dtype", [BF16, torch.float8_e4m3fn, torch.int8], ids=str)
 def test_cache_ops(cache_dtype: torch.dtype, head_dim: int) -> None:

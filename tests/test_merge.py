@@ -97,6 +97,24 @@ def test_nan_stays_in_its_place(dtype: torch.dtype, backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_infinite_values_far_below_and_infinite_lses(dtype: torch.dtype, backend) -> None:
+    """An infinite value stays infinite under any weight, those that float64 takes for zero included."""
+    args = states((7, 2, 33), dtype, backend.device)
+    args[0][:4, 0, 3], args[2][:4, 1, 32] = inf, -inf
+    args[1][0], args[3][0] = -500.0, 200.0
+    args[1][1], args[3][1] = 200.0, -500.0
+    args[1][2], args[1][4], args[3][5], args[3][6] = inf, inf, inf, inf
+    args[1][6] = nan
+    exact_out, exact_lse = reference.merge_attention_states(*args)
+    out, lse = backend.ops.merge_attention_states(*args)
+    assert_close(out, exact_out, 0.02, "out")
+    assert_close(lse, exact_lse, 1e-5, "lse")
+    args[1][0] = -1e30
+    out, _ = backend.ops.merge_attention_states(*args)
+    assert out[0, 0, 3] == inf and out[0, 1, 32] == -inf
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", ["packed", "fused", "head_first", "padded"])
 def test_out_overload_writes_the_same_bits_and_nothing_else(dtype: torch.dtype, layout: str, backend) -> None:
     shape = (11, 3, 33)

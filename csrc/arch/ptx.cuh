@@ -97,6 +97,13 @@ __device__ __forceinline__ float exp2(float x) {
   return y;
 }
 
+// The larger, NaN where either is. [max, .NaN]
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // 16, 8 or 4 bytes as words.
 template <int kBytes>
 struct alignas(kBytes) Words {

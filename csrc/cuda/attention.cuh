@@ -66,6 +66,9 @@ struct Sequence {
     return p.window_keys == 0 ? 0 : max(0, position(token) - p.window_keys + 1);
   }
   __device__ int end_key(const AttentionLaunch& p, int token) const { return p.causal ? position(token) + 1 : seq_len; }
+  __device__ bool sees_a_key(const AttentionLaunch& p, int token) const {
+    return first_key(p, token) < end_key(p, token);
+  }
 
   // The splits that any row sees a key of.
   __device__ int first_split(const AttentionLaunch& p) const { return first_key(p, 0) / kSplitKeys; }
@@ -173,47 +176,65 @@ struct Row {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Rows out
+// Rows out. Loops are not unrolled: what that would keep in registers makes the kernels spill.
 
 struct FinishedRow {
-  float factor;  // the summed values times this are the output; 0 if the row saw no key
+  float factor;  // the summed values times this are the output
   float lse;
 };
 
+// Of a row that saw a key.
 __device__ inline FinishedRow finish(SoftmaxState state, const float* sink) {
-  if (state.d == 0.0f) return {0.0f, -INFINITY};
+  const float before = state.m;
   float factor = 1.0f;
   if (sink != nullptr) {
     // expf, because a row far below its sink has the error of this factor in all of its output: exp_of's grows with -x.
-    const float before = state.m;
-    state.m = fmaxf(before, *sink);
-    factor = expf(before - state.base());
+    state.m = ptx::max_or_nan(before, *sink);
+    const float x = before - state.base();
+    factor = above_zero(expf(x), x);
     state.d *= factor;
     state.d += expf(*sink - state.base());
   }
-  return {factor / state.d, state.base() + logf(state.d)};
+  // An infinite LSE takes the whole of its row, and 0 / 0 is NaN where every score is -inf, as in the formula.
+  if (state.m == INFINITY) return {before == INFINITY ? NAN : 0.0f, INFINITY};
+  return {state.m == -INFINITY ? NAN : factor / state.d, state.base() + logf(state.d)};
 }
 
-// Writes one row of head_dim elements, called by a warp: values(d) are the summed values.
+// Writes one row of head_dim elements, token `token` of the sequence, called by a warp: values(d) are the summed
+// values.
 template <class Values>
-__device__ void store_finished_row(const AttentionLaunch& p, int64_t token, int64_t head, const SoftmaxState& state,
-                                   int lane, Values values) {
-  const FinishedRow row = finish(state, p.sinks == nullptr ? nullptr : p.sinks + head);
-  auto store = [&](auto element) {
+__device__ void store_finished_row(const AttentionLaunch& p, const Sequence& seq, int token, int64_t head,
+                                   const SoftmaxState& state, int lane, Values values) {
+  const int64_t packed_token = seq.first_token + token;
+  const bool sees_a_key = seq.sees_a_key(p, token);
+  const FinishedRow row =
+      sees_a_key ? finish(state, p.sinks == nullptr ? nullptr : p.sinks + head) : FinishedRow{0.0f, -INFINITY};
+  with_float(p.out.dtype, [&](auto element) {
     using T = decltype(element);
-    T* out = token_row<T>(p.out, token, head);
+    T* out = token_row<T>(p.out, packed_token, head);
+#pragma unroll 1
     for (int d = lane; d < p.head_dim; d += kWarpSize) {
-      out[d] = from_float<T>(state.d == 0.0f ? 0.0f : values(d) * row.factor);
+      out[d] = from_float<T>(sees_a_key ? values(d) * row.factor : 0.0f);
     }
-  };
-  if (p.out.dtype == DType::kBFloat16) {
-    store(__nv_bfloat16{});
-  } else if (p.out.dtype == DType::kFloat16) {
-    store(__half{});
-  } else {
-    store(float{});
+  });
+  if (lane == 0) p.lse[packed_token * p.lse_stride_token + head * p.lse_stride_head] = row.lse;
+}
+
+// What values that are not finite add to element d of a row: infinity or NaN, whatever weight they have; 0 if there are
+// none. Slow, and rarely needed. (A score of -inf, whose weight is 0 and makes NaN of infinity, counts as any other.)
+template <class Cache>
+__device__ float sum_values_not_finite(const AttentionLaunch& p, const Work& work, int row, int d) {
+  const PageTable table = work.table(p);
+  const int token = work.token(p, row);
+  const int end = min(work.end_key, work.seq.end_key(p, token));
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int key = max(work.first_key, work.seq.first_key(p, token)); key < end && sum == sum; ++key) {
+    const Page page = table.locate(static_cast<uint32_t>(key));
+    const auto value = cache_row<const Cache>(p.value_cache, page.block, work.kv_head(), page.slot)[d];
+    if (!is_finite(value)) sum += to_float(value);
   }
-  if (lane == 0) p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = row.lse;
+  return sum;
 }
 
 // The index of a partial row in partial_state, and in partial_out when times head_dim.
@@ -231,30 +252,41 @@ struct RowExchange {
 };
 
 // Merges the key warps' rows in ascending order and writes them, a warp a row. Between the writing of `exchange` and
-// this call stands a barrier. addition(row, d) is added to the sum of element d.
-template <class Exchange, class Addition>
-__device__ void store_rows(const AttentionLaunch& p, const Work& work, const Exchange& exchange, int warp,
-                           int num_warps, int lane, Addition addition) {
+// this call stands a barrier. left_out: whether values that are not finite may be missing in the sums.
+// sum_left_out(row, d) is what these add to element d, 0 without any.
+template <class Exchange, class SumLeftOut>
+__device__ void store_rows(const AttentionLaunch& p, const Work& work, Exchange& exchange, int warp, int num_warps,
+                           int lane, bool left_out, SumLeftOut sum_left_out) {
   for (int row = warp; row < work.num_rows; row += num_warps) {
     SoftmaxState merged = exchange.state[0][row];
     float weight[Exchange::kKeyWarps];
-    for (int i = 1; i < Exchange::kKeyWarps; ++i) merged.m = fmaxf(merged.m, exchange.state[i][row].m);
+    for (int i = 1; i < Exchange::kKeyWarps; ++i) merged.m = ptx::max_or_nan(merged.m, exchange.state[i][row].m);
     merged.d = 0.0f;
     for (int i = 0; i < Exchange::kKeyWarps; ++i) {
       weight[i] = merged.weight(exchange.state[i][row].m);
       merged.d += exchange.state[i][row].d * weight[i];
     }
-    auto value = [&](int d) {
-      float sum = addition(row, d);
+    float* sums = exchange.out[0][row];
+#pragma unroll 1
+    for (int d = lane; d < p.head_dim; d += kWarpSize) {
+      float sum = 0.0f;
       for (int i = 0; i < Exchange::kKeyWarps; ++i) sum += exchange.out[i][row][d] * weight[i];
-      return sum;
-    };
+      // NaN may be an infinite value times a weight that was rounded to 0, unless all of the row is NaN.
+      const bool is_nan = sum != sum && merged.d == merged.d;
+      if (left_out || is_nan) {
+        const float rest = sum_left_out(row, d);
+        sum = is_nan && rest != 0.0f ? rest : sum + rest;
+      }
+      sums[d] = sum;
+    }
     if (work.split >= 0) {
       const int64_t index = partial_index(p, work.seq.index, work.kv_head(), work.first_row + row, work.split);
-      for (int d = lane; d < p.head_dim; d += kWarpSize) p.partial_out[index * p.head_dim + d] = value(d);
+#pragma unroll 1
+      for (int d = lane; d < p.head_dim; d += kWarpSize) p.partial_out[index * p.head_dim + d] = sums[d];
       if (lane == 0) p.partial_state[index] = merged;
     } else {
-      store_finished_row(p, work.seq.first_token + work.token(p, row), work.head(p, row), merged, lane, value);
+      store_finished_row(p, work.seq, work.token(p, row), work.head(p, row), merged, lane,
+                         [&](int d) { return sums[d]; });
     }
   }
 }

@@ -22,17 +22,17 @@ __global__ void __launch_bounds__(kThreads) merge_splits_kernel(const __grid_con
 
   const int64_t first = partial_index(p, seq.index, kv_head, row, 0);
   SoftmaxState merged;
-  for (int i = 0; i < num_splits; ++i) merged.m = fmaxf(merged.m, p.partial_state[first + i].m);
+  for (int i = 0; i < num_splits; ++i) merged.m = ptx::max_or_nan(merged.m, p.partial_state[first + i].m);
   for (int i = 0; i < num_splits; ++i) {
     const SoftmaxState state = p.partial_state[first + i];
-    merged.d += state.d * merged.weight(state.m);
+    merged.d += state.d * merged.weight_of(state);
   }
   uint32_t head_in_group;
-  const uint32_t token = p.group_divide.divide(static_cast<uint32_t>(row), head_in_group);
-  store_finished_row(p, seq.first_token + token, kv_head * p.group() + head_in_group, merged, lane, [&](int d) {
+  const int token = static_cast<int>(p.group_divide.divide(static_cast<uint32_t>(row), head_in_group));
+  store_finished_row(p, seq, token, kv_head * p.group() + head_in_group, merged, lane, [&](int d) {
     float sum = 0.0f;
     for (int i = 0; i < num_splits; ++i) {
-      sum += p.partial_out[(first + i) * p.head_dim + d] * merged.weight(p.partial_state[first + i].m);
+      sum += p.partial_out[(first + i) * p.head_dim + d] * merged.weight_of(p.partial_state[first + i]);
     }
     return sum;
   });

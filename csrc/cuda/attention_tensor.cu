@@ -226,7 +226,9 @@ __device__ __forceinline__ void finish_scores(WarpTile<Traits, kBlocks>& w, cons
 #pragma unroll
       for (int i = 2 * r; i < 2 * r + 2; ++i) {
         const int key = w.key_of(first, block, i);
-        float product = w.score[block][i] * scale;
+        // Never joined with what is subtracted from it later: the largest of scores from some 2^31 on would differ from
+        // itself by so much that its weight overflows.
+        float product = __fmul_rn(w.score[block][i], scale);
         if constexpr (Traits::kIsQuantised) {
           if (p.k_scale.data != nullptr) product *= stage.k_scale[first_key + key - first];
         }
@@ -245,9 +247,11 @@ __device__ __forceinline__ void update_state(WarpTile<Traits, kBlocks>& w, float
     float largest = -INFINITY;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      largest = fmaxf(largest, fmaxf(w.score[block][2 * r], w.score[block][2 * r + 1]));
+      largest = ptx::max_or_nan(largest, ptx::max_or_nan(w.score[block][2 * r], w.score[block][2 * r + 1]));
     }
-    for (int bits = 1; bits < 4; bits *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, bits));
+    for (int bits = 1; bits < 4; bits *= 2) {
+      largest = ptx::max_or_nan(largest, __shfl_xor_sync(kAllLanes, largest, bits));
+    }
     const float rescale = w.state[r].raise(largest) * value_rescale;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -320,8 +324,8 @@ __device__ __forceinline__ void multiply_values(WarpTile<Traits, kBlocks>& w, co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Values that are not finite: 0 * NaN is NaN, so in a tile where some row sees a key and another does not, the product
-// would spread them to rows that do not see them. There they are left out of the products, and added to each row that
-// does see them at the end, from the cache. That is slow and rare.
+// would spread them to rows that do not see them. There they are left out of the products, and store_rows adds them to
+// each row that does see them. That is slow and rare.
 
 // Whether this thread's part of the tile's values has one.
 template <class Traits>
@@ -350,21 +354,6 @@ __device__ __forceinline__ void clear_values_not_finite(typename Traits::Stage& 
     Cache& value = reinterpret_cast<Cache*>(stage.values.at(key, d / kPerChunk))[d % kPerChunk];
     if (!is_finite(value)) value = Cache{};
   }
-}
-
-// What they add to element d of a row that was summed without them: an infinity or NaN whatever the weights are, or 0.
-template <class Traits>
-__device__ float sum_values_not_finite(const AttentionLaunch& p, const Work& work, int row, int d) {
-  const PageTable table = work.table(p);
-  const int token = work.token(p, row);
-  const int end = min(work.end_key, work.seq.end_key(p, token));
-  float sum = 0.0f;
-  for (int key = max(work.first_key, work.seq.first_key(p, token)); key < end; ++key) {
-    const Page page = table.locate(static_cast<uint32_t>(key));
-    const auto value = cache_row<const typename Traits::Cache>(p.value_cache, page.block, work.kv_head(), page.slot)[d];
-    if (!is_finite(value)) sum += to_float(value);
-  }
-  return sum;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -448,8 +437,8 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
     }
   }
   __syncthreads();
-  store_rows(p, work, exchange, warp, kWarps, lane,
-             [&](int row, int d) { return left_out ? sum_values_not_finite<Traits>(p, work, row, d) : 0.0f; });
+  store_rows(p, work, exchange, warp, kWarps, lane, left_out,
+             [&](int row, int d) { return sum_values_not_finite<typename Traits::Cache>(p, work, row, d); });
 }
 
 // kSharedBytes stands in the kernel's name for `make cuda-check`, which computes how many blocks fit.

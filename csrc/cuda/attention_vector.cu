@@ -79,13 +79,7 @@ __device__ void load_query_row(float (&to)[Traits::kPerLane], const AttentionLau
       to[e] = d < p.head_dim ? to_float(from[d]) : 0.0f;
     }
   };
-  if (p.query.dtype == DType::kFloat32) {
-    load(float{});
-  } else if (p.query.dtype == DType::kFloat16) {
-    load(__half{});
-  } else {
-    load(__nv_bfloat16{});
-  }
+  with_float(p.query.dtype, load);
 }
 
 // Sums each of the first 2 * kHalf numbers over groups of as many lanes; lane i of a group gets the sum of number i.
@@ -155,7 +149,7 @@ __device__ void attend(const AttentionLaunch& p, const Work& work,
       }
     }
     // 31 shuffles instead of 160.
-    float product = sum_by_lane<kWarpSize / 2>(products, lane) * p.scale;
+    float product = __fmul_rn(sum_by_lane<kWarpSize / 2>(products, lane), p.scale);  // see finish_scores
 
     const int key = step + lane % kStep;
     const bool visible = row_exists && row.sees(p, key) && key >= work.first_key && key < work.end_key;
@@ -168,7 +162,7 @@ __device__ void attend(const AttentionLaunch& p, const Work& work,
     const float score = visible ? row.score(p, product, key) : -INFINITY;
     float largest = score;
     for (int bits = kStep / 2; bits > 0; bits /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, bits));
+      largest = ptx::max_or_nan(largest, __shfl_xor_sync(kAllLanes, largest, bits));
     }
     const float rescale = state.raise(largest);
     const float weight = state.weight(score);
@@ -204,7 +198,15 @@ __device__ void attend(const AttentionLaunch& p, const Work& work,
     }
   }
   __syncthreads();
-  store_rows(p, work, smem, warp, Traits::kWarps, lane, [](int, int) { return 0.0f; });
+  store_rows(p, work, smem, warp, Traits::kWarps, lane, false, [&](int row, int d) {
+    using Cache = typename Traits::Cache;
+    if constexpr (std::is_same_v<Cache, Quantised>) {
+      return with_quantised(p.value_cache.dtype,
+                            [&](auto element) { return sum_values_not_finite<decltype(element)>(p, work, row, d); });
+    } else {
+      return sum_values_not_finite<Cache>(p, work, row, d);
+    }
+  });
 }
 
 // kSharedBytes stands in the kernel's name for `make cuda-check`, which computes how many blocks fit.

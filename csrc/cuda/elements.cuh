@@ -30,6 +30,7 @@ __device__ __forceinline__ float to_float(Float8E5M2 x) {
 __device__ __forceinline__ float to_float(int8_t x) { return static_cast<float>(x); }
 
 // By the bits of the exponent, all ones in infinity and NaN; e4m3 has NaN alone, all ones but the sign.
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < INFINITY; }
 __device__ __forceinline__ bool is_finite(__half x) { return (__half_as_ushort(x) & 0x7c00) != 0x7c00; }
 __device__ __forceinline__ bool is_finite(__nv_bfloat16 x) { return (__bfloat16_as_ushort(x) & 0x7f80) != 0x7f80; }
 __device__ __forceinline__ bool is_finite(Float8E4M3 x) { return (x.bits & 0x7f) != 0x7f; }
@@ -54,6 +55,14 @@ __device__ __forceinline__ T from_float(float x) {
     static_assert(std::is_same_v<T, int8_t>);
     return x == x ? static_cast<int8_t>(rintf(fminf(fmaxf(x, -127.0f), 127.0f))) : int8_t{0};
   }
+}
+
+// Calls f(Element<type>{}) for a float dtype known at run time, the same for all lanes of a warp.
+template <class F>
+__device__ __forceinline__ auto with_float(DType type, F&& f) {
+  if (type == DType::kBFloat16) return f(__nv_bfloat16{});
+  if (type == DType::kFloat16) return f(__half{});
+  return f(float{});
 }
 
 // Calls f(Element<type>{}) for a quantised dtype known at run time, the same for all lanes of a warp. For code in which

@@ -3,6 +3,7 @@
 #include "elements.cuh"
 #include "kernels.h"
 #include "launch.cuh"
+#include "softmax.cuh"
 #include "views.cuh"
 
 namespace paged_kv::cuda {
@@ -20,8 +21,9 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   const float lse_a = p.lse_a[token * p.lse_a_stride_token + head * p.lse_a_stride_head];
   const float lse_b = p.lse_b[token * p.lse_b_stride_token + head * p.lse_b_stride_head];
   const bool a_is_empty = lse_a == -INFINITY, b_is_empty = lse_b == -INFINITY;
-  const float largest = fmaxf(lse_a, lse_b);
-  float weight_a = expf(lse_a - largest), weight_b = expf(lse_b - largest);
+  const float largest = ptx::max_or_nan(lse_a, lse_b);
+  float weight_a = above_zero(expf(lse_a - largest), lse_a - largest);
+  float weight_b = above_zero(expf(lse_b - largest), lse_b - largest);
   const float sum = weight_a + weight_b;
   weight_a /= sum;
   weight_b /= sum;
@@ -35,9 +37,9 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
                           : from_float<T>(to_float(out_a[d]) * weight_a + to_float(out_b[d]) * weight_b);
   }
   if (lane == 0) {
-    p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = a_is_empty   ? lse_b
-                                                                   : b_is_empty ? lse_a
-                                                                                : largest + logf(sum);
+    // An infinite LSE has weights of NaN, as in the formula, and is itself the right LSE.
+    const float merged = largest == INFINITY ? largest : largest + logf(sum);
+    p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = a_is_empty ? lse_b : b_is_empty ? lse_a : merged;
   }
 }
 

@@ -146,6 +146,22 @@ FAULTS = [
         TENSOR,
     ),
     Fault(
+        "a weight that is rounded to zero makes NaN of infinity",
+        "attention.cuh",
+        "is_nan = sum != sum && ",
+        "is_nan = false && ",
+        "infinity",
+        TENSOR,
+    ),
+    Fault(
+        "a split's weight is rounded to zero",
+        "softmax.cuh",
+        "ptx::max_or_nan(y, 0x1p-126f)",
+        "y",
+        "infinity",
+        "attention_merge.cu",
+    ),
+    Fault(
         "32-bit offsets",
         "views.cuh",
         "block * cache.stride_block + head",

@@ -84,6 +84,8 @@ inline float exp2(float x) {
   return y < 0x1p-126f ? 0.0f : y;  // NaN stays
 }
 
+inline float max_or_nan(float a, float b) { return a > b ? a : b >= a ? b : a + b; }
+
 template <int kBytes>
 struct alignas(kBytes) Words {
   uint32_t word[kBytes / 4];
