@@ -55,6 +55,11 @@ def test_infinity(dtype: torch.dtype, tokens: int) -> None:
     )
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=str)
+def test_light_tokens(cache_dtype: torch.dtype | None) -> None:
+    shared_tests.test_many_light_tokens_count_beside_a_heavy_one(F16, cache_dtype, BACKEND)
+
+
 @pytest.mark.parametrize("head_dim", [64, 40, 33])
 @pytest.mark.parametrize("cache_dtype", [BF16, torch.float8_e4m3fn, torch.int8], ids=str)
 def test_cache_ops(cache_dtype: torch.dtype, head_dim: int) -> None:

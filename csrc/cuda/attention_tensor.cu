@@ -44,6 +44,10 @@ struct TensorTraits {
   using Cache = Cache_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kIsQuantised = !std::is_same_v<T, Cache>;
+  // Weights are in units of 2^-kWeightExponent, so that those that float16 rounds to 0 are below 2^-40 of the largest,
+  // as 2^-25 is too much for the many keys beside a heavy one whose value is small, or whose scale is large.
+  static constexpr int kWeightExponent = std::is_same_v<T, __half> ? 15 : 0;
+  static constexpr float kWeightUnit = 1.0f / (1 << kWeightExponent);
   static constexpr int kKeys = tuning(kHeadDim, sizeof(Cache)).keys;
   static constexpr int kStages = tuning(kHeadDim, sizeof(Cache)).stages;
   static constexpr int kCacheBytes = kHeadDim * static_cast<int>(sizeof(Cache));  // of a row
@@ -257,7 +261,7 @@ __device__ __forceinline__ void update_state(WarpTile<Traits, kBlocks>& w, float
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int i = 2 * r; i < 2 * r + 2; ++i) {
-        w.score[block][i] = w.state[r].weight(w.score[block][i]);
+        w.score[block][i] = w.state[r].weight(w.score[block][i], Traits::kWeightExponent);
         w.state[r].d += w.score[block][i];
       }
     }
@@ -421,8 +425,12 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
   for (int r = 0; r < 2; ++r) {
     for (int bits = 1; bits < 4; bits *= 2) w.state[r].d += __shfl_xor_sync(kAllLanes, w.state[r].d, bits);
     const int row = first_row + lane / 4 + 8 * r;
-    if (lane % 4 == 0) exchange.state[key_warp][row] = w.state[r];
-    const float factor = Traits::kIsQuantised ? w.value_scale : 1.0f;
+    if (lane % 4 == 0) exchange.state[key_warp][row] = {w.state[r].m, w.state[r].d * Traits::kWeightUnit};
+    // Each by itself, as their product may be too little for float32.
+    auto finish = [&](float sum) {
+      sum *= Traits::kWeightUnit;
+      return Traits::kIsQuantised ? sum * w.value_scale : sum;
+    };
 #pragma unroll
     for (int block = 0; block < w.kOutBlocks; block += 2) {
 #pragma unroll
@@ -432,7 +440,7 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
             Traits::kIsQuantised ? block : block + i, 2 * (lane % 4) + (Traits::kIsQuantised ? i : 0));
         const float first = Traits::kIsQuantised ? w.out[block][2 * r + i] : w.out[block + i][2 * r];
         const float second = Traits::kIsQuantised ? w.out[block + 1][2 * r + i] : w.out[block + i][2 * r + 1];
-        *reinterpret_cast<float2*>(&exchange.out[key_warp][row][d]) = make_float2(first * factor, second * factor);
+        *reinterpret_cast<float2*>(&exchange.out[key_warp][row][d]) = make_float2(finish(first), finish(second));
       }
     }
   }

@@ -25,8 +25,10 @@ struct SoftmaxState {
   // What scores are measured from: m, but never -inf, so that -inf scores weigh 0 instead of NaN.
   __device__ float base() const { return m == -INFINITY ? 0.0f : m; }
 
-  // exp(score - m)
-  __device__ float weight(float score) const { return exp_of(score - base()); }
+  // exp(score - m) times 2^shift
+  __device__ float weight(float score, float shift = 0.0f) const {
+    return ptx::exp2((score - base()) * kLog2E + shift);
+  }
 
   // What the sums of a state are multiplied with whose largest score is at most m.
   __device__ float weight_of(const SoftmaxState& other) const {

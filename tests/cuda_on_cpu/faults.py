@@ -162,6 +162,13 @@ FAULTS = [
         "attention_merge.cu",
     ),
     Fault(
+        "light tokens beside a heavy one are lost",
+        TENSOR,
+        "std::is_same_v<T, __half> ? 15 : 0",
+        "0",
+        "light_tokens",
+    ),
+    Fault(
         "32-bit offsets",
         "views.cuh",
         "block * cache.stride_block + head",
