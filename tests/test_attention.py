@@ -253,11 +253,11 @@ def test_no_weight_is_too_small_for_an_infinite_value(
     """The first token's, e^-49152 of all others', which float64 takes for zero, and less with its scale."""
     case = Case(seqs=seqs, heads=(2, 1), dtype=dtype, cache_dtype=cache, sinks=sinks)
     args = make_inputs(replace(case, v_scale="token" if cache else "none"), backend.device).args
-    block = args["block_tables"][0, 0]
+    block, stored = args["block_tables"][0, 0], case.stored_dtype
     args["query"].fill_(1)
     args["key_cache"].copy_(torch.zeros(args["key_cache"].shape))
-    args["key_cache"][block, :, 0] = torch.full((case.head_dim,), -6144.0).to(args["key_cache"])
-    args["value_cache"][block, :, 0, 5] = torch.tensor(bad).to(args["value_cache"])
+    args["key_cache"][block, :, 0] = torch.full((case.head_dim,), -6144.0, device=backend.device).to(stored)
+    args["value_cache"][block, :, 0, 5] = torch.tensor(bad, device=backend.device).to(stored)
     if cache:
         args["v_scale"].fill_(2.0**-20)
     out, lse = backend.ops.paged_attention(**args)
@@ -326,9 +326,10 @@ def test_many_light_tokens_count_beside_a_heavy_one(
     args["query"].fill_(1)
     args["key_cache"].copy_(torch.zeros(args["key_cache"].shape))
     args["value_cache"].copy_(torch.full(args["value_cache"].shape, 100.0))
+    zeros = torch.zeros(case.head_dim, device=backend.device)
     for block in args["block_tables"][:, 0]:
-        args["key_cache"][block, :, 0] = torch.ones(case.head_dim).to(args["key_cache"])
-        args["value_cache"][block, :, 0] = torch.zeros(case.head_dim).to(args["value_cache"])
+        args["key_cache"][block, :, 0] = (zeros + 1).to(case.stored_dtype)
+        args["value_cache"][block, :, 0] = zeros.to(case.stored_dtype)
     args["scale"] = 20 / case.head_dim
     out, _ = backend.ops.paged_attention(**args)
     exact, _ = reference.paged_attention(**args)
