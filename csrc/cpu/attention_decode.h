@@ -3,18 +3,16 @@
 // tokens times up to four rows, and output chunks of up to four rows, are kept in registers.
 //
 // With AVX2 (Zen 4, 2.8 GHz), bfloat16, D 128 and four rows, a core's multiply-adds allow 44.8 million tokens a second
-// and key head, 22 GB/s: 11.1 ns for each product. Out of L1 scores take 13.3 ns and values 12.7, requests to memory
-// add 2.9 and softmax 3.3. Tried, and not held: twelve sums instead of eight (GCC spills them), tiles of 32 keys, the
-// softmax of all rows phase by phase, longer unrolling, requesting lines in their order in memory, requesting into L1
-// (-15 %), fetching values from L2 to L1 beside the values (-5 %).
+// and key head, 22 GB/s: 11.1 ns for each product. Out of L1 scores take 13.3 ns and values 12.7, softmax 3.3. Tried,
+// and not held: twelve sums instead of eight (GCC spills them), tiles of 32 keys, the softmax of all rows phase by
+// phase, longer unrolling.
 //
-// With AVX-512-BF16 (Zen 5), the same out of L1: 10 ns a token, of which multiply-adds need 4, requests 3 and softmax
-// 0.8; out of memory 17, where a plain read takes 13. A loop of such requests and multiply-adds alone takes 1.05
-// to 1.15 of a plain read's time. Tried, and not held: requests in the order of use, 2 to 16 KiB ahead; with a
-// non-temporal hint; no line requested twice (but for bytes); a row's lines at once at each chunk; tiles of 32 or 128
-// keys; no requests at all, for the hardware to see (1.8 times as long).
+// With AVX-512-BF16 (Zen 5), the same out of L1: 11 ns a token, of which multiply-adds need 4, requests 5 and softmax
+// 0.8; out of memory 13.5, where a plain read takes 12.7. Tried, and not held: tiles of 32 or 128 keys; requests a tile
+// of all heads ahead, into L2, with a non-temporal hint, or row by row (attention_fetch.h says what held).
 #pragma once
 
+#include "cpu/attention_fetch.h"
 #include "cpu/attention_int8.h"
 #include "cpu/attention_plan.h"
 #include "cpu/attention_tile.h"
@@ -53,6 +51,7 @@ struct DecodeScratch {
   KeyRange* keys;                              // [rows]
   float *k_scale, *v_scale;                    // [kTile]
   TokenOffsets<kTile>*offsets, *next_offsets;  // of this tile and the next
+  const typename P::Element** rows;            // [RowOrder::kSize]
 
   // What policy Q, which is P or its fallback, multiplies keys by.
   template <class Q>
@@ -77,120 +76,25 @@ struct DecodeScratch {
         k_scale(arena.take<float>(kTile)),
         v_scale(arena.take<float>(kTile)),
         offsets(arena.take<TokenOffsets<kTile>>(1)),
-        next_offsets(arena.take<TokenOffsets<kTile>>(1)) {}
+        next_offsets(arena.take<TokenOffsets<kTile>>(1)),
+        rows(arena.take<const typename P::Element*>(RowOrder<typename P::Element>::kSize)) {}
 };
 
-// What to fetch while a tile is computed. Blocks lie anywhere, so the hardware does not see them coming: decode of
-// scattered blocks takes twice as long without. Only so many requests can wait for memory at once, so where arithmetic
-// leaves the time they are spread: over both products, and within each over its multiply-adds, a few lines beside as
-// many elements, which takes 0.87 to 0.98 of what whole rows at once take. For one row there is little arithmetic.
-// There whole rows are better, and with AVX2, or in float32, all of them beside the scores.
-template <class T>
-struct Fetch {
-  static constexpr int kLine = 64;      // bytes
-  static constexpr int kKeysAhead = 8;  // tokens
-  // Into which cache, 3: L1, 2: L2. Cores with AVX-512 have an L1 of 48 KiB, which holds some of the next tile beside
-  // this one: L1 gains 4 to 15 % there (Zen 5), and loses 15 % on Zen 4 with AVX2.
-  static constexpr bool kLargeL1 = kWidth == 16;
-  static constexpr int kNextKeys = kLargeL1 ? 3 : 2, kNextValues = kLargeL1 && sizeof(T) != 2 ? 3 : 2;
-  // Values of this tile from L2 into L1, where they are not there yet; of bytes, that loses 2 to 4 %.
-  static constexpr bool kThisValues = kNextValues == 2 && sizeof(T) > 1;
-  template <int kRows>
-  static constexpr bool kBesideValues = kRows > 1 || (kLargeL1 && sizeof(T) <= 2);
-  // Bytes for several rows fit a large L1 at once: there each product asks for what the next one takes, this tile's
-  // values or the next tile's keys, and nothing is asked for twice: 0.95 of the time.
-  template <int kRows>
-  static constexpr bool kInTurn = kRows > 1 && kLargeL1 && sizeof(T) == 1;
-  // Keys of the next tile, in tokens, that are left to the softmax of each row, lest memory be idle then: 0.93 to 1.
-  static constexpr int kBesideSoftmax = kLargeL1 && sizeof(T) == 1 ? 0 : 3;
-
-  const T *key_head, *value_head, *next_key_head, *next_value_head;
-  const TokenOffsets<kTile>&tile, &next;
-  int64_t count, next_count;  // tokens of this tile and the next
-  int64_t beside_scores;      // keys of the next that come before those of beside_softmax
-  int64_t row_lines;
-
-  // Before the scores of a token for kRows rows.
-  template <int kRows>
-  PAGED_KV_INLINE void before_score(int64_t token) const {
-    if (kRows > 1) return;
-    if (kThisValues) row_to_cache<3>(value_head, tile.value, count, token);
-    if (!kLargeL1) row_to_cache<3>(key_head, tile.key, count, token + kKeysAhead);
-    row_to_cache<kNextKeys>(next_key_head, next.key, beside_scores, token);
-    if (!kBesideValues<kRows>) row_to_cache<kNextValues>(next_value_head, next.value, next_count, token);
-  }
-
-  // Beside the elements [d, d + kElements) of a token's key, for kRows rows.
-  template <int kRows, int kElements>
-  PAGED_KV_INLINE void beside_key(int64_t token, int64_t d) const {
-    if (kRows == 1) return;
-    if (kThisValues || kInTurn<kRows>) part_to_cache<3, kElements>(value_head, tile.value, count, token, d);
-    if (!kInTurn<kRows>) part_to_cache<kNextKeys, kElements>(next_key_head, next.key, beside_scores, token, d);
-  }
-
-  // Beside the softmax of row r.
-  PAGED_KV_INLINE void beside_softmax(int64_t r) const {
-    for (int i = 0; i < kBesideSoftmax; ++i) {
-      row_to_cache<kNextKeys>(next_key_head, next.key, next_count, beside_scores + r * kBesideSoftmax + i);
-    }
-  }
-
-  // Beside the elements [d, d + kElements) of a token's value.
-  template <int kRows, int kElements>
-  PAGED_KV_INLINE void beside_value(int64_t token, int64_t d) const {
-    if (kInTurn<kRows>) return part_to_cache<kNextKeys, kElements>(next_key_head, next.key, next_count, token, d);
-    if (kBesideValues<kRows>) part_to_cache<kNextValues, kElements>(next_value_head, next.value, next_count, token, d);
-  }
-
- private:
-  // A few lines by displacement from one address: they are up to a sixth of all instructions. kLocality 3: L1, 2: L2.
-  template <int kLocality>
-  static PAGED_KV_INLINE void lines_to_cache(const T* p, int64_t lines) {
-    const char* line = reinterpret_cast<const char*>(p);
-    auto fetch = [&](auto kCount) __attribute__((always_inline)) {
-      for (int i = 0; i < kCount(); ++i) __builtin_prefetch(line + i * kLine, 0, kLocality);
-      line += kCount() * kLine;
-    };
-    for (; lines >= 4; lines -= 4) fetch(std::integral_constant<int, 4>{});
-    if (lines & 2) fetch(std::integral_constant<int, 2>{});
-    if (lines & 1) fetch(std::integral_constant<int, 1>{});
-  }
-  template <int kLocality>
-  PAGED_KV_INLINE void row_to_cache(const T* head, const int64_t* rows, int64_t limit, int64_t token) const {
-    if (token < limit) lines_to_cache<kLocality>(head + rows[token], row_lines);
-  }
-  // The lines of a token's elements [d, d + kElements), as one of the passes over all tokens that each take so many
-  // elements. Where a line takes several passes, they share its tokens.
-  template <int kLocality, int kElements>
-  static PAGED_KV_INLINE void part_to_cache(const T* head, const int64_t* rows, int64_t limit, int64_t token,
-                                            int64_t d) {
-    constexpr int kBytes = kElements * sizeof(T), kPasses = kBytes < kLine ? kLine / kBytes : 1;
-    if (token % kPasses != 0) return;
-    const int64_t mine = token + d / kElements % kPasses;
-    if (mine < limit) lines_to_cache<kLocality>(head + rows[mine] + d, (kBytes + kLine - 1) / kLine);
-  }
-};
-
-// scores[r][t] = query row r . key t for kRows rows and `count` tokens of a tile; the scores of up to kSums - 1 more
-// tokens are written, too. `fetch` may be null.
-template <class P, int kRows>
+// scores[r][t] = query row r . keys[t] for kRows rows and `count` tokens of a tile; the scores of up to kSums - 1 more
+// tokens are written, too.
+template <class P, int kRows, Ask kAsk>
 void score_rows(const typename P::Operand* query, int64_t padded_dim, int64_t head_dim,
-                const typename P::Element* key_head, const int64_t* offsets, int count, float* scores,
-                const Fetch<typename P::Element>* fetch) {
+                const typename P::Element* const* keys, int count, float* scores,
+                const Fetch<typename P::Element>& fetch) {
   constexpr int kTokens = kSums / kRows;
-  for (int t = 0; t < count; t += kTokens) {
+  for (int64_t t = 0; t < count; t += kTokens) {
     const typename P::Element* key[kTokens];
-    for (int i = 0; i < kTokens; ++i) key[i] = key_head + offsets[t + i];
+    for (int i = 0; i < kTokens; ++i) key[i] = keys[t + i];
     typename P::Sum sums[kSums]{};  // [kRows][kTokens]
-    auto for_each_token = [&](auto f) __attribute__((always_inline)) {
-      if (fetch != nullptr) {
-        for (int i = 0; i < kTokens; ++i) f(t + i);
-      }
-    };
-    for_each_token([&](int64_t token) __attribute__((always_inline)) { fetch->template before_score<kRows>(token); });
     auto add_chunk = [&](int64_t d, int chunk) __attribute__((always_inline)) {
-      for_each_token([&](int64_t token)
-                         __attribute__((always_inline)) { fetch->template beside_key<kRows, kChunk>(token, d); });
+      keys = forget(keys);
+      constexpr int kCount = std::min(kTokens, Fetch<typename P::Element>::kGroup);
+      for (int i = 0; i < kTokens; i += kCount) fetch.template beside<kAsk, kChunk, kCount>(keys, t + i, d);
       typename P::Key chunks[kTokens];
       if constexpr (requires { &P::load_two_keys; }) {
         for (int i = 0; i < kTokens; i += 2) P::load_two_keys(key[i] + d, key[i + 1] + d, chunk, chunks + i);
@@ -211,27 +115,25 @@ void score_rows(const typename P::Operand* query, int64_t padded_dim, int64_t he
   }
 }
 
-// values[r][d..] = values[r][d..] * factors[r] + weights[r] . value[d..] over the tokens [begin, end), for kRows rows
-// and kChunks chunks of d, the last of `chunk` elements. `fetch` may be null.
-template <class P, int kRows, int kChunks>
-PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const float* factors,
-                                      const typename P::Weight* weights, const typename P::Element* value_head,
-                                      const int64_t* offsets, int begin, int end, int64_t d, int chunk,
-                                      const Fetch<typename P::Element>* fetch) {
+// sums[r][d..] = sums[r][d..] * factors[r] + weights[r] . values[begin..end)[d..] for kRows rows and kChunks chunks of
+// d, the last of `chunk` elements.
+template <class P, int kRows, int kChunks, Ask kAsk>
+PAGED_KV_INLINE void add_value_chunks(float* out, int64_t padded_dim, const float* factors,
+                                      const typename P::Weight* weights, const typename P::Element* const* values,
+                                      int64_t begin, int64_t end, int64_t d, int chunk,
+                                      const Fetch<typename P::Element>& fetch) {
   Chunk sums[kRows][kChunks];
   auto for_each_sum = [&](auto f) __attribute__((always_inline)) {
     unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
       unrolled<kChunks>(
-          [&](auto c) __attribute__((always_inline)) { f(r(), sums[r][c], values + r * padded_dim + d + c * kChunk); });
+          [&](auto c) __attribute__((always_inline)) { f(r(), sums[r][c], out + r * padded_dim + d + c * kChunk); });
     });
   };
   for_each_sum([&](int r, Chunk& sum, const float* so_far) __attribute__((always_inline)) {
     sum = {load(so_far) * factors[r], load(so_far + kWidth) * factors[r]};
   });
-  auto add_step = [&](int t, auto load_values, auto load_operand) __attribute__((always_inline)) {
-    if (fetch != nullptr) {
-      for (int i = 0; i < P::kPair; ++i) fetch->template beside_value<kRows, kChunks * kChunk>(t + i, d);
-    }
+  auto add_step = [&](int64_t t, auto load_values, auto load_operand) __attribute__((always_inline)) {
+    fetch.template beside<kAsk, kChunks * kChunk, P::kPair>(values + begin, t - begin, d);
     typename P::Value value[kChunks];
     unrolled<kChunks>([&](auto c) __attribute__((always_inline)) {
       value[c] = load_values(d + c * kChunk, c + 1 < kChunks ? kChunk : chunk);
@@ -242,18 +144,18 @@ PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const f
     });
   };
   if constexpr (P::kPair == 1) {
-    for (int t = begin; t < end; ++t) {
-      const auto* row = value_head + offsets[t];
+    for (int64_t t = begin; t < end; ++t) {
+      const auto* row = values[t];
       add_step(t, [&](int64_t at, int n) { return P::load_value(row + at, n); }, P::load_operand);
     }
   } else {
-    int t = begin;
+    int64_t t = begin;
     for (; t + 1 < end; t += 2) {
-      const auto *first = value_head + offsets[t], *second = value_head + offsets[t + 1];
+      const auto *first = values[t], *second = values[t + 1];
       add_step(t, [&](int64_t at, int n) { return P::load_values(first + at, second + at, n); }, P::load_operand);
     }
     if (t < end) {
-      const auto* row = value_head + offsets[t];
+      const auto* row = values[t];
       add_step(t, [&](int64_t at, int n) { return P::load_value(row + at, n); }, P::load_last_operand);
     }
   }
@@ -263,20 +165,18 @@ PAGED_KV_INLINE void add_value_chunks(float* values, int64_t padded_dim, const f
   });
 }
 
-template <class P, int kRows, int kChunks = kSums / 2 / kRows>
-void add_values(float* values, int64_t padded_dim, int64_t head_dim, const float* factors,
-                const typename P::Weight* weights, const typename P::Element* value_head, const int64_t* offsets,
-                int begin, int end, const Fetch<typename P::Element>* fetch, int64_t d = 0) {
+template <class P, int kRows, Ask kAsk, int kChunks = kSums / 2 / kRows>
+void add_values(float* out, int64_t padded_dim, int64_t head_dim, const float* factors,
+                const typename P::Weight* weights, const typename P::Element* const* values, int64_t begin, int64_t end,
+                const Fetch<typename P::Element>& fetch, int64_t d = 0) {
   auto add = [&](int chunk) __attribute__((always_inline)) {
-    add_value_chunks<P, kRows, kChunks>(values, padded_dim, factors, weights, value_head, offsets, begin, end, d, chunk,
-                                        fetch);
+    add_value_chunks<P, kRows, kChunks, kAsk>(out, padded_dim, factors, weights, values, begin, end, d, chunk, fetch);
   };
   for (; d + kChunks * kChunk <= head_dim; d += kChunks * kChunk) add(kChunk);
   if (d + (kChunks - 1) * kChunk < head_dim) return add(static_cast<int>(head_dim - d) - (kChunks - 1) * kChunk);
   // What is left in one pass, too, as the fewer sums there are, the longer each multiply-add waits for the one before.
   if constexpr (kChunks > 1) {
-    add_values<P, kRows, kChunks - 1>(values, padded_dim, head_dim, factors, weights, value_head, offsets, begin, end,
-                                      fetch, d);
+    add_values<P, kRows, kAsk, kChunks - 1>(out, padded_dim, head_dim, factors, weights, values, begin, end, fetch, d);
   }
 }
 
@@ -312,36 +212,39 @@ void load_queries(const AttentionParams& p, const SequenceView& view, int64_t he
   std::fill(query + rows * padded_dim, query + padded_rows(rows) * padded_dim, typename P::Operand{});
 }
 
-// One tile of one head: scores, weights, values. The next tile, of next_count tokens of next_head, is fetched
-// meanwhile.
+// How many rows of values to take before going on to the next where they take several passes, some 4 KiB: so that
+// requests keep to the order of use. Passes over a whole tile take 1.06 of the time.
+inline int64_t values_at_once(int64_t row_bytes) {
+  int64_t rows = 8;
+  while (rows < kTile && rows * row_bytes < 4096) rows *= 2;
+  return rows;
+}
+
+// One tile of one head, whose rows are the first in `order`: scores, weights, values.
 template <class P>
 void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t head, int64_t head_in_item,
-                 const KeyRange& tile, int64_t next_head, int64_t next_count, DecodeScratch<P>& scratch) {
-  using Element = typename P::Element;
+                 const KeyRange& tile, const RowOrder<typename P::Element>& order, DecodeScratch<P>& scratch) {
   const int64_t group = p.num_q_heads / p.num_kv_heads, rows = view.query_len * group;
   const int64_t padded_dim = round_up(p.head_dim, kChunk), first_row = head_in_item * padded_rows(rows);
   const int count = static_cast<int>(tile.end - tile.begin);
   float* values = scratch.values + first_row * padded_dim;
+  using Fetch = Fetch<typename P::Element>;
+  const Fetch fetch(p);
+  // f(how to fetch beside the work on row r): rows beyond the first take what these have fetched.
+  const auto ask = [how = Fetch::how(p)](int64_t r, auto f) {
+    if (r > 0) return f(std::integral_constant<Ask, Ask::kNothing>{});
+    if (how == Ask::kGroups) return f(std::integral_constant<Ask, Ask::kGroups>{});
+    f(std::integral_constant<Ask, Ask::kRows>{});
+  };
 
-  constexpr int64_t kLine = Fetch<Element>::kLine;
-  const Element* key_head = head_base<Element>(p.key_cache, head);
-  const Element* value_head = head_base<Element>(p.value_cache, head);
-  const Fetch<Element> fetch{key_head,
-                             value_head,
-                             head_base<Element>(p.key_cache, next_head),
-                             head_base<Element>(p.value_cache, next_head),
-                             *scratch.offsets,
-                             *scratch.next_offsets,
-                             count,
-                             next_count,
-                             std::max<int64_t>(0, next_count - Fetch<Element>::kBesideSoftmax * rows),
-                             round_up(p.head_dim * sizeof(Element), kLine) / kLine};
   const float* query_units = scratch.query_units + first_row;
   const auto has_unit = [&](int64_t r) { return !P::kScaled || query_units[r] != kInfinity; };
   auto score = [&]<class Q>(Q, auto kRows, int64_t r) {
     const auto* query = scratch.template query_of<Q>() + (first_row + r) * padded_dim;
-    score_rows<Q, kRows()>(query, padded_dim, p.head_dim, key_head, scratch.offsets->key, count,
-                           scratch.scores + r * kTile, r == 0 ? &fetch : nullptr);
+    ask(r, [&](auto kAsk) {
+      score_rows<Q, kRows(), kAsk()>(query, padded_dim, p.head_dim, order.keys(), count, scratch.scores + r * kTile,
+                                     fetch);
+    });
   };
   for_row_groups(rows, [&](auto kRows, int64_t r) {
     const int64_t last = std::min<int64_t>(r + kRows(), rows);
@@ -365,7 +268,6 @@ void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t hea
     const int64_t token = r / group;
     const KeyRange seen = view.visible_keys(p, token).within(tile);
     scratch.keys[r] = {seen.begin - tile.begin, seen.end - tile.begin};
-    fetch.beside_softmax(r);
     if (seen.empty()) continue;
     if (p.alibi_slopes != nullptr) rule.slope = p.alibi_slopes[head * group + r % group];
     if (P::kScaled) rule.unit = has_unit(r) ? query_units[r] : 1.0f;
@@ -375,11 +277,17 @@ void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t hea
   }
 
   auto add = [&](auto kRows, int64_t r) {
-    const KeyRange keys = scratch.keys[r];
-    if (keys.empty()) return;
-    add_values<P, kRows()>(values + r * padded_dim, padded_dim, p.head_dim, scratch.factors + r,
-                           scratch.weights + r * kTile, value_head, scratch.offsets->value,
-                           static_cast<int>(keys.begin), static_cast<int>(keys.end), r == 0 ? &fetch : nullptr);
+    const KeyRange seen = scratch.keys[r];
+    static constexpr float kOnes[4] = {1, 1, 1, 1};
+    const bool one_pass = kRows() * padded_dim <= kSums * kWidth;
+    const int64_t step = one_pass ? kTile : values_at_once(p.head_dim * sizeof(typename P::Element));
+    ask(r, [&](auto kAsk) {
+      for (int64_t t = seen.begin; t < seen.end; t += step) {
+        add_values<P, kRows(), kAsk()>(values + r * padded_dim, padded_dim, p.head_dim,
+                                       t == seen.begin ? scratch.factors + r : kOnes, scratch.weights + r * kTile,
+                                       order.values(), t, std::min(seen.end, t + step), fetch);
+      }
+    });
   };
   for_row_groups(rows, [&](auto kRows, int64_t r) {
     const int64_t last = std::min<int64_t>(r + kRows(), rows);
@@ -420,24 +328,33 @@ void decode_split(const AttentionParams& p, const SequencePlan& plan, const Work
 
   const KeyRange keys = keys_of_split(p, view, item);
   // Heads run inside tiles: the heads of a block are neighbours in memory, unless the plan gave this item one head.
-  KeyRange next = locate_tile(p, view, keys, kSums, *scratch.next_offsets);
+  RowOrder<typename P::Element> order(p, scratch.rows);
+  KeyRange next = locate_tile(p, view, keys, kTile, *scratch.next_offsets);
   do {
     const KeyRange tile = next;
     std::swap(scratch.offsets, scratch.next_offsets);
-    next = locate_tile(p, view, {tile.end, keys.end}, kSums, *scratch.next_offsets);
-    KeyRange fetched = next;
-    int64_t first_head = item.head_begin, last_head = item.head_end - 1;
-    if (next.empty()) {
+    next = locate_tile(p, view, {tile.end, keys.end}, kTile, *scratch.next_offsets);
+    bool has_next = !next.empty();
+    int64_t next_head = item.head_begin;
+    if (!has_next) {
       if (const PlannedItem after = claim_next(); after.item != nullptr && after.plan->is_decode) {
-        fetched = locate_tile(p, after.plan->view, keys_of_split(p, after.plan->view, *after.item), kSums,
-                              *scratch.next_offsets);
-        first_head = after.item->head_begin;
-        last_head = after.item->head_end - 1;
+        const KeyRange its_keys = keys_of_split(p, after.plan->view, *after.item);
+        has_next = !locate_tile(p, after.plan->view, its_keys, kTile, *scratch.next_offsets).empty();
+        next_head = after.item->head_begin;
       }
     }
-    for (int64_t h = 0; !tile.empty() && h < heads; ++h) {
-      decode_tile<P>(p, view, item.head_begin + h, h, tile, std::min(first_head + h, last_head),
-                     fetched.end - fetched.begin, scratch);
+    if (tile.empty()) continue;
+    order.begin(*scratch.offsets, item.head_begin);
+    for (int64_t head = item.head_begin; head < item.head_end; ++head) {
+      if (head + 1 < item.head_end) {
+        order.follow_by(*scratch.offsets, head + 1);
+      } else if (has_next) {
+        order.follow_by(*scratch.next_offsets, next_head);
+      } else {
+        order.follow_by_itself();
+      }
+      decode_tile<P>(p, view, head, head - item.head_begin, tile, order, scratch);
+      order.advance();
     }
   } while (!next.empty());
 }
