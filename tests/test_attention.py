@@ -258,12 +258,16 @@ def test_no_weight_is_too_small_for_an_infinite_value(
     args["key_cache"].copy_(torch.zeros(args["key_cache"].shape))
     args["key_cache"][block, :, 0] = torch.full((case.head_dim,), -6144.0, device=backend.device).to(stored)
     args["value_cache"][block, :, 0, 5] = torch.tensor(bad, device=backend.device).to(stored)
-    if cache:
-        args["v_scale"].fill_(2.0**-20)
-    out, lse = backend.ops.paged_attention(**args)
-    assert (out[..., 5] == bad).all() and lse.isfinite().all()
-    out[..., 5] = 0
-    assert out.isfinite().all()
+    for scale in (2.0**-20, 2.0**-30, -(2.0**-100), 0.0) if cache else (1.0,):
+        if cache:
+            args["v_scale"].fill_(scale)
+        out, lse = backend.ops.paged_attention(**args)
+        if scale:
+            assert (out[..., 5] == bad * scale).all(), scale
+        else:
+            assert out[..., 5].isnan().all()
+        out[..., 5] = 0
+        assert out.isfinite().all() and lse.isfinite().all()
 
 
 @pytest.mark.parametrize("seqs", [((1, 40),), ((32, 40),), ((2, 1100),)], ids=["decode", "prefill", "splits"])

@@ -320,7 +320,9 @@ void softmax_strip(const PrefillScratch<P>& scratch, const PrefillTile& tile, in
           if constexpr (kPlain) power = seen.select(i, power, -kInfinity);
           weight = exp2(power);
           sum += weight;
-          if (!kPlain && rule.v_scale != nullptr) weight *= seen.select(i, load(rule.v_scale + i), 0.0f);
+          if (!kPlain && rule.v_scale != nullptr) {
+            weight = scale_weights<P>(weight, seen.select(i, load(rule.v_scale + i), 0.0f));
+          }
         }
         P::store_weights(weights + i, weight);
       }

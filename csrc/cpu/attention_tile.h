@@ -81,6 +81,20 @@ inline float head_scale(const ScaleView& scale, int64_t head) {
   return scale.data == nullptr || varies_by_token(scale) ? 1.0f : scale.data[head * scale.stride_head];
 }
 
+// Softmax weights times the scales of their values. Where values may be infinite, as those of e5m2 may, a product that
+// rounding alone makes zero is the smallest normal number instead, as the least of weights is: infinity times it is
+// infinite, as in exact arithmetic, and not NaN.
+template <class P>
+PAGED_KV_INLINE Vec scale_weights(Vec weight, Vec scale) {
+  Vec product = weight * scale;
+  if constexpr (std::is_same_v<typename P::Element, Float8E5M2>) {
+    constexpr uint32_t kSmallestNormal = 0x00800000;
+    const IntVec is_lost = (product == 0.0f) & (weight != 0.0f) & (scale != 0.0f);
+    product = is_lost ? from_bits(bits_of(product) | kSmallestNormal) : product;
+  }
+  return product;
+}
+
 // Turns the dot products of one row with the keys of a tile into softmax weights, for those in `keys`, which is not
 // empty and counts from the start of the tile; `distance` is the first key's position less the query's. Weights beside
 // `keys` are zero as far as its vectors reach, and unspecified beyond. Returns what to multiply the row's values so far
@@ -126,7 +140,7 @@ float softmax_tile(SoftmaxState& state, float* scores, typename P::Weight* weigh
     sum += weight;
     if (rule.v_scale != nullptr) {
       const Vec scale = load(rule.v_scale + i);
-      weight *= whole ? scale : select(i, scale, 0.0f);
+      weight = scale_weights<P>(weight, whole ? scale : select(i, scale, 0.0f));
     }
     P::store_weights(weights + i, weight);
   }
