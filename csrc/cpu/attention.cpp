@@ -154,7 +154,12 @@ class CallMemory {
  public:
   CallMemory() = default;
   CallMemory(const CallMemory&) = delete;
-  ~CallMemory() { std::free(heap_); }
+  ~CallMemory() {
+#ifdef __SANITIZE_ADDRESS__
+    ASAN_UNPOISON_MEMORY_REGION(stack_, sizeof(stack_));
+#endif
+    std::free(heap_);
+  }
 
   // `size` bytes, once; null where there are no so many.
   void* allocate(size_t size) {

@@ -12,6 +12,10 @@
 #include <cstdlib>
 #include <new>
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 #include "cpu/attention_tile.h"
 
 namespace paged_kv::cpu::PAGED_KV_ISA {
@@ -24,7 +28,8 @@ inline constexpr int64_t kDecodeState = 1 << 16;  // floats of query and output 
 inline constexpr int64_t kItemsPerThread = 4;     // so that threads end at about the same time
 static_assert(kSplit % kTile == 0, "a tile lies in one split");
 
-// Carves arrays out of one allocation. Over a null base it only counts.
+// Carves arrays out of one allocation. Over a null base it only counts. Under AddressSanitizer nobody may touch what
+// lies between arrays, so that one read or written beyond its end shows, though the next follows.
 class Arena {
  public:
   static constexpr size_t kAlignment = 64;
@@ -34,7 +39,12 @@ class Arena {
   template <class T>
   T* take(int64_t count) {
     T* p = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
-    used_ += (static_cast<size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t end = used_ + static_cast<size_t>(count) * sizeof(T);
+    used_ = (end + kAlignment - 1) / kAlignment * kAlignment;
+#ifdef __SANITIZE_ADDRESS__
+    used_ += kAlignment;
+    if (base_ != nullptr) ASAN_POISON_MEMORY_REGION(base_ + end, used_ - end);
+#endif
     return p;
   }
   size_t used() const { return used_; }
