@@ -58,7 +58,7 @@ class Fetch {
 
   explicit Fetch(const AttentionParams& p)
       : stride_(p.key_cache.stride_slot),
-        step_(std::min<int64_t>(kAhead / (p.head_dim * sizeof(T)), RowOrder<T>::kAhead) / kTimes) {}
+        step_(std::min<int64_t>(kAhead / (p.head_dim * sizeof(T)), RowOrder<T>::kAhead) / (kTimes * kGroup) * kGroup) {}
 
   static Ask how(const AttentionParams& p) {
     const bool in_groups = p.block_size % kGroup == 0 && p.key_cache.stride_slot == p.value_cache.stride_slot;
@@ -93,7 +93,7 @@ class Fetch {
   static constexpr int64_t kAhead = (kWide ? 24 : 16) << 10;  // bytes
 
   int64_t stride_;  // elements from a row to its neighbour
-  int64_t step_;    // rows from one request for a row to the next
+  int64_t step_;    // rows from one request for a row to the next, whole groups
 };
 
 }  // namespace paged_kv::cpu::PAGED_KV_ISA
