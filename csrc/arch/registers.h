@@ -11,7 +11,7 @@ inline __attribute__((always_inline)) V keep_in_register(V v) {
   return v;
 }
 
-// p, which the compiler is to read anew from here on. GCC would read what a loop takes from memory before the loop, and
+// p, what it points to being read anew from here on. GCC would read what a loop takes from memory before the loop, and
 // short of registers for it keep it in vector registers, from which it comes back at one a cycle.
 template <class T>
 inline __attribute__((always_inline)) T* forget(T* p) {
