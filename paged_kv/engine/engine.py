@@ -129,9 +129,8 @@ class Engine:
                 raises, its request ends with an error, and no other.
         """
         try:
-            prompt_ids = [
-                index(token) for token in prompt_ids
-            ]  # what stands for an integer, and nothing else
+            # What stands for an integer, and nothing else.
+            prompt_ids = [index(token) for token in prompt_ids]
         except TypeError as error:
             raise TypeError(f"prompt_ids: expected token ids, which are integers ({error})") from None
         _check_type("params", params, SamplingParams)

@@ -36,9 +36,8 @@ class Completion:
     new_text: str  # the end of `text` that this output adds to the one before
     finish_reason: FinishReason | None  # None while it runs
     logprobs: list[dict[int, float]]  # of each new token: its own and those of the likeliest, if asked for
-    score: (
-        float | None
-    )  # what answers were compared by: a beam's, or a sample's mean log-probability; else None
+    # What answers were compared by: a beam's score, or a sample's mean log-probability; else None.
+    score: float | None
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,8 @@ class Sequence:
     lookup: PromptLookup | None = None  # where guesses come from
     text_stream: TextStream | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)  # of each new token, if asked for
-    score: float = (
-        0.0  # sum of log-probabilities, where they are asked for; of a beam, as transformers scores it
-    )
+    # Sum of log-probabilities, where they are asked for; of a beam, as transformers scores it.
+    score: float = 0.0
     finish_reason: FinishReason | None = None
     error: str | None = None
     last_token_at: float | None = None
