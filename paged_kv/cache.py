@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from operator import index
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _memory, ops
+from ._arguments import check_flag, check_instance, check_integer
 
 __all__ = ["LayerCache", "PagedKVCache"]
 
@@ -81,6 +81,7 @@ class PagedKVCache:
         ValueError: an argument is out of its range, not both or none of `num_blocks` and `memory` is given,
             or `memory` does not hold one block. The sentence names the argument, what was expected and what
             came.
+        TypeError: a number or a flag is something else; with such a sentence.
         MemoryError: the system does not give that much memory.
 
     Example:
@@ -106,16 +107,15 @@ class PagedKVCache:
         interleaved: bool = False,
         scales: str | None = None,
     ) -> None:
-        num_layers = _integer("num_layers", num_layers, 1)
-        self.block_size = _integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
+        num_layers = check_integer("num_layers", num_layers, 1)
+        self.block_size = check_integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
         _check_choice("dtype", dtype, (*_FLOATS, *_QUANTISED))
         _check_choice("layout", layout, tuple(_LAYOUTS))
         quantised = dtype in _QUANTISED
         if scales is None:
             scales = "token" if quantised else "none"
         _check_choice("scales", scales, _SCALES if quantised else ("none",))
-        if not isinstance(interleaved, bool):
-            raise ValueError(f"interleaved: expected True or False, got {interleaved!r}")
+        check_flag("interleaved", interleaved)
 
         self.num_kv_heads = _per_layer("num_kv_heads", num_kv_heads, num_layers)
         self.head_dim = _per_layer("head_dim", head_dim, num_layers, 256)
@@ -198,8 +198,7 @@ class PagedKVCache:
         The caches may lie on different devices and differ in layout, number of blocks and memory order, not
         in layers, heads, dtype, block size or scales.
         """
-        if not isinstance(destination, PagedKVCache):
-            raise TypeError(f"destination: expected a PagedKVCache, got {type(destination).__name__}")
+        check_instance("destination", destination, PagedKVCache)
         mine, theirs = self._geometry(), destination._geometry()
         if mine != theirs:
             raise ValueError(f"destination: expected a cache of {mine}, got one of {theirs}")
@@ -281,8 +280,8 @@ class PagedKVCache:
             got = "none" if memory is None else "both"
             raise ValueError(f"num_blocks, memory: expected one of them, got {got}")
         if memory is None:
-            return _integer("num_blocks", num_blocks, 1)
-        memory = _integer("memory", memory, 1)
+            return check_integer("num_blocks", num_blocks, 1)
+        memory = check_integer("memory", memory, 1)
         if memory < self.bytes_per_block:
             raise ValueError(
                 f"memory: expected at least the bytes of one block over {self.num_layers} layers, "
@@ -340,21 +339,15 @@ def _pairs(block_mapping: Tensor | np.ndarray | Sequence[tuple[int, int]]) -> Te
 def _per_layer(
     name: str, value: int | Sequence[int], num_layers: int, high: int | None = None
 ) -> tuple[int, ...]:
-    several = isinstance(value, Iterable) and not isinstance(value, str)
+    several = (
+        isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1)
+    )
     values = tuple(value) if several else (value,) * num_layers
     if len(values) != num_layers:
         raise ValueError(
             f"{name}: expected one number, or one for each of {num_layers} layers, got {len(values)}"
         )
-    return tuple(_integer(name, number, 1, high) for number in values)
-
-
-def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    """`value`, an integer of Python's or numpy's in that range, as Python's."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < low or (high and value > high):
-        bound = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name}: expected an integer {bound}, got {value!r}")
-    return int(value)
+    return tuple(check_integer(name, number, 1, high) for number in values)
 
 
 def _check_choice(name: str, value: object, choices: tuple) -> None:

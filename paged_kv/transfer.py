@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._arguments import check_instance
 from ._optional import optional_import
 from .cache import PagedKVCache
 from .errors import TransferMismatchError
@@ -141,9 +142,8 @@ def import_prefix_cache(path: str | os.PathLike, manager: PagedKVCacheManager, c
 
 def _expect_pair(manager: PagedKVCacheManager, cache: PagedKVCache) -> None:
     """Raises TypeError where they are something else, and ValueError where the manager's blocks are not the cache's."""
-    for name, value, kind in ("manager", manager, PagedKVCacheManager), ("cache", cache, PagedKVCache):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
+    check_instance("manager", manager, PagedKVCacheManager)
+    check_instance("cache", cache, PagedKVCache)
     if cache.block_size != manager.block_size:
         raise ValueError(
             f"cache: expected block_size {manager.block_size} as of manager, got {cache.block_size}"

@@ -273,11 +273,11 @@ def test_cache_use_counts_tokens_blocks_and_waste(model):
 
 def test_settings_and_arguments_are_checked_by_name(model, prompts):
     for name in ("max_batch_tokens", "max_num_seqs"):
-        with pytest.raises(ValueError, match=f"{name}: expected an integer of 1 or more, got 0"):
+        with pytest.raises(ValueError, match=f"{name}: expected an integer of at least 1, got 0"):
             new_llm(model, **{name: 0})
-        with pytest.raises(TypeError, match=f"{name}: expected an integer of 1 or more, got 2.5"):
+        with pytest.raises(TypeError, match=f"{name}: expected an integer of at least 1, got 2.5"):
             new_llm(model, **{name: 2.5})
-    with pytest.raises(TypeError, match=r"max_model_len: expected an integer of 2 or more, got 7\.0"):
+    with pytest.raises(TypeError, match=r"max_model_len: expected an integer of at least 2, got 7\.0"):
         new_llm(model, max_model_len=7.0)
     with pytest.raises(TypeError, match="priority: expected an integer, got 'high'"):
         new_llm(model).generate(prompts, priority="high")
@@ -315,8 +315,8 @@ def test_settings_and_arguments_are_checked_by_name(model, prompts):
         ),
         ({"cache_dtype": "int8"}, "cache_dtype: expected a dtype of torch's or None, got 'int8'"),
         ({"block_size": None}, "block_size: expected an integer from 1 to 1024, got None"),
-        ({"num_blocks": "60"}, "num_blocks: expected an integer of 1 or more, got '60'"),
-        ({"num_host_blocks": None}, "num_host_blocks: expected an integer of 0 or more, got None"),
+        ({"num_blocks": "60"}, "num_blocks: expected an integer of at least 1, got '60'"),
+        ({"num_host_blocks": None}, "num_host_blocks: expected an integer of at least 0, got None"),
         ({"compile": "yes"}, "compile: expected True or False, got 'yes'"),
         ({"pack_weights": 1}, "pack_weights: expected True or False, got 1"),
         ({"prefix_cache": None}, "prefix_cache: expected True or False, got None"),

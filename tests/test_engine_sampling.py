@@ -1,6 +1,7 @@
 """Sampling parameters are checked by name; a token depends on its logits, seed and position alone."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -55,10 +56,37 @@ from paged_kv.engine.sampler import new_processors, process, sample, sample_one,
         ("logits_processors", 7, TypeError),
         ("draft_tokens", -1, ValueError),
         ("draft_tokens", 1.5, TypeError),
+        ("early_stopping", 1, TypeError),
+        ("early_stopping", torch.zeros(2), TypeError),  # whose equality is no truth
     ],
 )
 def test_a_bad_parameter_raises_by_name(name, value, error):
     with pytest.raises(error, match=rf"^{name}: expected .*got"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_tokens", "many", "an integer of at least 1"),
+        ("min_tokens", None, "an integer from 0 to 128"),
+        ("temperature", "hot", "a finite number of at least 0"),
+        ("temperature", True, "a finite number of at least 0"),
+        ("top_k", "all", "an integer of at least 1"),
+        ("top_p", "0.9", "a number in (0, 1]"),
+        ("length_penalty", [1.0], "a number from -16 to 16"),
+        ("early_stopping", None, "True, False or 'never'"),
+        ("repetition_penalty", "1.1", "a finite number above 0"),
+        ("presence_penalty", "0", "a finite number"),
+        ("stop", b"END", "texts"),
+        ("stop_token_ids", "END", "token ids"),
+        ("stop_token_ids", b"END", "token ids"),
+        ("logits_processors", "min_p", "functions"),
+        ("ignore_eos", "yes", "True or False"),
+    ],
+)
+def test_what_is_of_another_type_is_told_with_what_was_expected(name, value, expected):
+    with pytest.raises(TypeError, match=f"^{re.escape(f'{name}: expected {expected}, got {value!r}')}$"):
         SamplingParams(**{name: value})
 
 
@@ -73,9 +101,11 @@ def test_what_beam_search_cannot_do_raises_by_name(other):
 
 
 def test_best_of_and_width_hold_n():
-    with pytest.raises(ValueError, match="best_of: expected an integer of 3 or more, since n is 3, got 2"):
+    with pytest.raises(ValueError, match="best_of: expected an integer of at least 3, since n is 3, got 2"):
         SamplingParams(n=3, best_of=2)
-    with pytest.raises(ValueError, match="beam_width: expected an integer of 3 or more, since n is 3, got 2"):
+    with pytest.raises(
+        ValueError, match="beam_width: expected an integer of at least 3, since n is 3, got 2"
+    ):
         SamplingParams(n=3, beam_width=2)
 
 

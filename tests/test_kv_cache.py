@@ -154,17 +154,11 @@ def test_sized_by_bytes(dtype):
     [
         ({"num_blocks": None}, "num_blocks, memory: expected one of them, got none"),
         ({"num_blocks": 0}, "num_blocks: expected an integer of at least 1, got 0"),
-        ({"num_blocks": 2.0}, "num_blocks: expected an integer of at least 1, got 2.0"),
-        ({"num_blocks": True}, "num_blocks: expected an integer of at least 1, got True"),
-        ({"memory": 1e9}, "memory: expected an integer of at least 1, got 1000000000.0"),
         ({"block_size": 0}, "block_size: expected an integer from 1 to 1024, got 0"),
         ({"block_size": 1025}, "block_size: expected an integer from 1 to 1024, got 1025"),
         ({"head_dim": 257}, "head_dim: expected an integer from 1 to 256, got 257"),
         ({"head_dim": [8, 0]}, "head_dim: expected an integer from 1 to 256, got 0"),
         ({"num_kv_heads": 0}, "num_kv_heads: expected an integer of at least 1, got 0"),
-        ({"num_kv_heads": 2.0}, r"num_kv_heads: expected an integer of at least 1, got 2\.0"),
-        ({"num_kv_heads": "33"}, "num_kv_heads: expected an integer of at least 1, got '33'"),
-        ({"num_kv_heads": [3, 3.0]}, r"num_kv_heads: expected an integer of at least 1, got 3\.0"),
         ({"num_kv_heads": [3]}, "num_kv_heads: expected one number, or one for each of 2 layers, got 1"),
         (
             {"dtype": torch.float64},
@@ -174,7 +168,6 @@ def test_sized_by_bytes(dtype):
         ({"device": None}, "device: expected a device that torch has, got None"),
         ({"device": "gpu"}, "device: expected a device that torch has, got 'gpu'"),
         ({"layout": "DHN"}, "layout: expected 'HND' or 'NHD' or 'head_major', got 'DHN'"),
-        ({"interleaved": "no"}, "interleaved: expected True or False, got 'no'"),
         ({"scales": "token"}, "scales: expected 'none', got 'token'"),
         ({"scales": "row", "dtype": torch.int8}, r"scales: expected 'token' or .* or 'none', got 'row'"),
     ],
@@ -182,6 +175,30 @@ def test_sized_by_bytes(dtype):
 )
 def test_wrong_arguments_are_named(kwargs, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
+        make(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_blocks": 2.0}, "num_blocks: expected an integer of at least 1, got 2.0"),
+        ({"num_blocks": True}, "num_blocks: expected an integer of at least 1, got True"),
+        ({"memory": 1e9}, "memory: expected an integer of at least 1, got 1000000000.0"),
+        ({"num_kv_heads": 2.0}, r"num_kv_heads: expected an integer of at least 1, got 2\.0"),
+        ({"num_kv_heads": "33"}, "num_kv_heads: expected an integer of at least 1, got '33'"),
+        ({"num_kv_heads": [3, 3.0]}, r"num_kv_heads: expected an integer of at least 1, got 3\.0"),
+        ({"num_kv_heads": b"33"}, "num_kv_heads: expected an integer of at least 1, got b'33'"),
+        (
+            {"num_kv_heads": torch.tensor(3)},
+            r"num_kv_heads: expected an integer of at least 1, got tensor\(3\)",
+        ),
+        ({"block_size": None}, "block_size: expected an integer from 1 to 1024, got None"),
+        ({"interleaved": "no"}, "interleaved: expected True or False, got 'no'"),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_type_are_named(kwargs, message):
+    with pytest.raises(TypeError, match=f"^{message}$"):
         make(**kwargs)
 
 

@@ -24,11 +24,11 @@ def m():
 
 # (name of the argument and what was expected, what came, the call)
 WRONG_KINDS = [
-    ("tokens of a sequence must be ids or their number", "5.0", lambda m: m.admit("new", 5.0)),
+    ("tokens must be the token ids of a sequence or their number", "5.0", lambda m: m.admit("new", 5.0)),
     ("tokens must be an integer of at least 0", "True", lambda m: m.admit("new", True)),
-    ("tokens of a sequence must be ids or their number", "'abc'", lambda m: m.admit("new", "abc")),
-    ("tokens of a sequence must be ids or their number", "{1}", lambda m: m.admit("new", {1})),
-    ("tokens of a sequence must be ids or their number", "None", lambda m: m.admit("new", None)),
+    ("tokens must be the token ids of a sequence or their number", "'abc'", lambda m: m.admit("new", "abc")),
+    ("tokens must be the token ids of a sequence or their number", "{1}", lambda m: m.admit("new", {1})),
+    ("tokens must be the token ids of a sequence or their number", "None", lambda m: m.admit("new", None)),
     ("token ids must be integers", "bool", lambda m: m.admit("new", [True, False])),
     ("token ids must be integers", "float64", lambda m: m.admit("new", [1.0] * 100)),
     ("seq_id must be hashable", "['new']", lambda m: m.admit(["new"], 5)),
@@ -64,7 +64,7 @@ WRONG_KINDS = [
     ("tokens must have one entry for each of the 1 sequences", "be 5", lambda m: m.append(["a"], 5)),
     ("tokens must have one entry for each of the 1 sequences", "be {5}", lambda m: m.append(["a"], {5})),
     ("tokens must have one entry for each of the 1 sequences", "be '5'", lambda m: m.append(["a"], "5")),
-    ("tokens of a sequence must be ids or their number", "1.0", lambda m: m.append(["a"], [1.0])),
+    ("tokens must be the token ids of a sequence or their number", "1.0", lambda m: m.append(["a"], [1.0])),
     ("tokens must be an integer of at least 0", "True", lambda m: m.append(["a", "b"], [[1, 2], True])),
     ("token ids must be integers", "float64", lambda m: m.append(["a"], np.ones((1, 1)))),
     ("token ids must be integers", "bool", lambda m: m.append(["a"], np.ones((1, 1), bool))),
@@ -86,7 +86,7 @@ WRONG_KINDS = [
     ),
     ("seconds must be a number of at least 0", "'9'", lambda m: m.pin([0, 1, 2, 3], seconds="9")),
     ("seconds must be a number of at least 0", "True", lambda m: m.pin([0, 1, 2, 3], seconds=True)),
-    ("tokens of a sequence must be ids or their number", "5.0", lambda m: m.pin(5.0)),
+    ("tokens must be the token ids of a sequence or their number", "5.0", lambda m: m.pin(5.0)),
     ("pin must be a Pin", "0", lambda m: m.unpin(0)),
     ("seq_ids must be a sequence of ids", "'a'", lambda m: m.swap_out("a")),
     ("seq_ids must be a sequence of ids", "'away'", lambda m: m.swap_in("away")),
@@ -95,6 +95,14 @@ WRONG_KINDS = [
     ("group must be an integer from 0 to 1", "True", lambda m: m.block_tables(["a"], group=True)),
     ("group must be an integer from 0 to 1", "0.0", lambda m: m.slots(["a"], group=0.0)),
     ("subscriber must be a function", "[]", lambda m: m.subscribe([])),
+    ("seq_lens must have one integer for each of the 1 sequences", "[1.0]", lambda m: m.commit(["a"], [1.0])),
+    (
+        "seq_lens must have one integer for each of the 1 sequences",
+        "[True]",
+        lambda m: m.rollback(["a"], [True]),
+    ),
+    ("seq_lens must have one integer for each of the 1 sequences", "3", lambda m: m.rollback(["a"], 3)),
+    ("seq_lens must have one integer for each of the 1 sequences", "None", lambda m: m.rollback(["a"], None)),
 ]
 
 OUT_OF_RANGE = [
@@ -106,18 +114,12 @@ OUT_OF_RANGE = [
     ("lookahead must be an integer of at least 0", "-1", lambda m: m.append(["a"], [[1]], lookahead=-1)),
     ("seconds must be a number of at least 0", "nan", lambda m: m.pin([0, 1, 2, 3], seconds=float("nan"))),
     ("seconds must be a number of at least 0", "-1", lambda m: m.pin([0, 1, 2, 3], seconds=-1)),
-    ("seq_lens must have one integer for each of the 1 sequences", "[1.0]", lambda m: m.commit(["a"], [1.0])),
-    (
-        "seq_lens must have one integer for each of the 1 sequences",
-        "[True]",
-        lambda m: m.rollback(["a"], [True]),
-    ),
     (
         "seq_lens must have one integer for each of the 1 sequences",
         "[[1], 2]",
         lambda m: m.commit(["a"], [[1], 2]),
     ),
-    ("seq_lens must have one integer for each of the 1 sequences", "3", lambda m: m.rollback(["a"], 3)),
+    ("seq_lens must have one integer for each of the 1 sequences", "[]", lambda m: m.rollback(["a"], [])),
     ("group must be an integer from 0 to 1", "2", lambda m: m.block_tables(["a"], group=2)),
     ("group must be an integer from 0 to 1", "-1", lambda m: m.slots(["a"], group=-1)),
 ]

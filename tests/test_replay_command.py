@@ -99,8 +99,14 @@ def test_a_picture_is_drawn(trace, tmp_path, capsys, arguments):
         (["{trace}", "--memory", "1GiB", "--num-blocks", "4"], "not allowed with argument"),
         (["{trace}", "--samples", "2", "--beam-width", "2"], "not allowed with argument"),
         (["{trace}", "--dtype", "int4"], "argument --dtype: invalid choice: 'int4'"),
-        (["{trace}", "--step-ms", "-1"], "argument --step-ms: expected 0 or more, got -1.0"),
-        (["{trace}", "--step-ms", "nan"], "argument --step-ms: expected 0 or more, got nan"),
+        (
+            ["{trace}", "--step-ms", "-1"],
+            "argument --step-ms: expected a finite number of at least 0, got -1.0",
+        ),
+        (
+            ["{trace}", "--step-ms", "nan"],
+            "argument --step-ms: expected a finite number of at least 0, got nan",
+        ),
         (
             ["{trace}", "--memory", "9" * 400],
             "argument --memory: expected bytes, as 512MiB or 40GiB, got '999",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .._arguments import check_instance, check_integer
 from ..cache import PagedKVCache
 from ..integrations.transformers import PagedModel
 from ..interrupts import interrupts_wait
@@ -26,7 +27,7 @@ from .metrics import CacheUse, EngineMetrics
 from .request import FinishReason, Request, Sequence
 from .runner import run_model
 from .sampler import ProcessorError, new_processors, process, sample, tell_logprobs
-from .sampling_params import SamplingParams, check_integer
+from .sampling_params import SamplingParams
 from .scheduler import ScheduledStep, Scheduler
 from .tracing import StepTrace
 
@@ -69,11 +70,11 @@ class Engine:
         max_batch_tokens: int = 512,
         max_num_seqs: int = 64,
     ) -> None:
-        _check_type("model", model, PagedModel)
-        _check_type("cache", cache, PagedKVCache)
-        _check_type("manager", manager, PagedKVCacheManager)
+        check_instance("model", model, PagedModel)
+        check_instance("cache", cache, PagedKVCache)
+        check_instance("manager", manager, PagedKVCacheManager)
         if host_cache is not None:
-            _check_type("host_cache", host_cache, PagedKVCache)
+            check_instance("host_cache", host_cache, PagedKVCache)
         check_integer("max_batch_tokens", max_batch_tokens, 1)
         check_integer("max_num_seqs", max_num_seqs, 1)
         num_host_blocks = host_cache.num_blocks if host_cache else 0
@@ -133,7 +134,7 @@ class Engine:
             prompt_ids = [index(token) for token in prompt_ids]
         except TypeError as error:
             raise TypeError(f"prompt_ids: expected token ids, which are integers ({error})") from None
-        _check_type("params", params, SamplingParams)
+        check_instance("params", params, SamplingParams)
         if not (on_token is None or callable(on_token)):
             raise TypeError(f"on_token: expected a function or None, got {on_token!r}")
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -205,7 +206,7 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Ends a request now; its blocks are free at once. A finished one stays as it is."""
-        _check_type("request", request, Request)
+        check_instance("request", request, Request)
         self._end(request, FinishReason.ABORTED)
 
     # After the model has run
@@ -414,8 +415,3 @@ class Engine:
         self.trace.count("blocks", ended, used=stats.num_used_blocks, evictable=stats.num_evictable_blocks)
         if preempted:
             self.trace.mark("preempted", scheduled, requests=preempted)
-
-
-def _check_type(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")

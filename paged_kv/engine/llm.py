@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .._arguments import check_flag, check_integer
 from ..cache import MAX_BLOCK_SIZE
 from ..integrations.loading import load
 from ..integrations.transformers import PagedModel, is_model
@@ -17,7 +18,7 @@ from ..manager import PagedKVCacheManager
 from .engine import Engine
 from .metrics import CacheUse, EngineMetrics
 from .request import FinishReason, Request
-from .sampling_params import SamplingParams, check_integer
+from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -329,15 +330,12 @@ def check_options(**options: object) -> None:
     ):
         if name in options and not (optional and options[name] is None):
             check_integer(name, options[name], low, high)
-    for name, kind, what in (
-        ("dtype", torch.dtype | None, "a dtype of torch's or None"),
-        ("cache_dtype", torch.dtype | None, "a dtype of torch's or None"),
-        ("compile", bool, "True or False"),
-        ("pack_weights", bool, "True or False"),
-        ("prefix_cache", bool, "True or False"),
-    ):
-        if name in options and not isinstance(options[name], kind):
-            raise TypeError(f"{name}: expected {what}, got {options[name]!r}")
+    for name in ("dtype", "cache_dtype"):
+        if name in options and not isinstance(options[name], torch.dtype | None):
+            raise TypeError(f"{name}: expected a dtype of torch's or None, got {options[name]!r}")
+    for name in ("compile", "pack_weights", "prefix_cache"):
+        if name in options:
+            check_flag(name, options[name])
     given = {name for name, value in options.items() if value is not None and value is not False}
     if {"num_blocks", "memory"} <= given:
         raise ValueError("num_blocks, memory: expected one of them, got both")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral, Real
 
 from torch import Tensor
 
-__all__ = ["SamplingParams", "check_integer"]
+from .._arguments import check_flag, check_integer, check_real
+
+__all__ = ["SamplingParams"]
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """(token ids [1, L], scores [1, vocab_size]) -> scores: what transformers calls so."""
@@ -71,8 +72,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_integer("max_tokens", self.max_tokens, 1)
         check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_real("temperature", self.temperature, "0 or more", lambda t: 0 <= t < math.inf)
-        _check_real("top_p", self.top_p, "a number in (0, 1]", lambda p: 0 < p <= 1)
+        check_real(
+            "temperature", self.temperature, "a finite number of at least 0", lambda t: 0 <= t < math.inf
+        )
+        check_real("top_p", self.top_p, "a number in (0, 1]", lambda p: 0 < p <= 1)
         check_integer("n", self.n, 1)
         for name, low, high in (
             ("top_k", 1, None),
@@ -87,16 +90,21 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and value < self.n:
                 raise ValueError(
-                    f"{name}: expected an integer of {self.n} or more, since n is {self.n}, got {value}"
+                    f"{name}: expected an integer of at least {self.n}, since n is {self.n}, got {value}"
                 )
         # More, and length ** length_penalty would be beyond float64 for some length.
-        _check_real(
-            "length_penalty", self.length_penalty, "a number from -16 to 16", lambda p: -16 <= p <= 16
+        check_real("length_penalty", self.length_penalty, "a number from -16 to 16", lambda p: -16 <= p <= 16)
+        is_text = isinstance(self.early_stopping, str)
+        if not (self.early_stopping == "never" if is_text else isinstance(self.early_stopping, bool)):
+            error = ValueError if is_text else TypeError
+            raise error(f"early_stopping: expected True, False or 'never', got {self.early_stopping!r}")
+        check_real(
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a finite number above 0",
+            lambda p: 0 < p < math.inf,
         )
-        if self.early_stopping not in (True, False, "never"):
-            raise ValueError(f"early_stopping: expected True, False or 'never', got {self.early_stopping!r}")
-        _check_real("repetition_penalty", self.repetition_penalty, "more than 0", lambda p: 0 < p < math.inf)
-        _check_real("presence_penalty", self.presence_penalty, "a finite number", math.isfinite)
+        check_real("presence_penalty", self.presence_penalty, "a finite number", math.isfinite)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name, what in (
@@ -104,10 +112,13 @@ class SamplingParams:
             ("stop_token_ids", "token ids"),
             ("logits_processors", "functions"),
         ):
+            value = getattr(self, name)
             try:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+                if isinstance(value, (str, bytes)):  # which Python takes for rows of letters and of numbers
+                    raise TypeError
+                object.__setattr__(self, name, tuple(value))
             except TypeError:
-                raise TypeError(f"{name}: expected {what}, got {getattr(self, name)!r}") from None
+                raise TypeError(f"{name}: expected {what}, got {value!r}") from None
         for text in self.stop:
             if not isinstance(text, str):
                 raise TypeError(f"stop: expected texts, got {text!r}")
@@ -118,8 +129,7 @@ class SamplingParams:
         for processor in self.logits_processors:
             if not callable(processor):
                 raise TypeError(f"logits_processors: expected functions, got {processor!r}")
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos: expected True or False, got {self.ignore_eos!r}")
+        check_flag("ignore_eos", self.ignore_eos)
         check_integer("draft_tokens", self.draft_tokens, 0)
         if self.beam_width is not None:
             self._check_beams()
@@ -145,22 +155,3 @@ class SamplingParams:
     def num_seqs(self) -> int:
         """Sequences that are computed at once."""
         return self.beam_width or self.best_of or self.n
-
-
-def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    expected = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
-
-
-def _check_real(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    try:
-        holds_of_float = holds(float(value))  # NaN does not either
-    except OverflowError:
-        holds_of_float = False
-    if not holds_of_float:
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")

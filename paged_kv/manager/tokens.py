@@ -61,13 +61,16 @@ def parse_batch(tokens: np.ndarray | Sequence[Tokens], num_seqs: int) -> Batch:
 
 
 def parse_lengths(name: str, lengths: Sequence[int] | np.ndarray, num_seqs: int) -> np.ndarray:
+    error: type[Exception] = ValueError
     try:
         array = np.asarray(lengths)
         if array.shape == (num_seqs,) and (not num_seqs or array.dtype.kind in "iu"):
             return array.astype(np.int64)
+        if not array.ndim or (array.size and array.dtype.kind not in "iu"):
+            error = TypeError
     except ValueError:  # entries of several lengths
         pass
-    raise ValueError(f"{name} must have one integer for each of the {num_seqs} sequences, not {lengths!r}")
+    raise error(f"{name} must have one integer for each of the {num_seqs} sequences, not {lengths!r}")
 
 
 def _is_number(tokens: object) -> bool:
@@ -81,7 +84,7 @@ def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     except ValueError:  # rows of several lengths
         raise ValueError(f"token ids of a sequence must be one row, not {tokens!r}") from None
     if not array.ndim:
-        raise TypeError(f"tokens of a sequence must be ids or their number, not {tokens!r}")
+        raise TypeError(f"tokens must be the token ids of a sequence or their number, not {tokens!r}")
     if array.ndim > 1:
         raise ValueError(f"token ids of a sequence must be one row, not of shape {array.shape}")
     if array.dtype.char == "i" and array.dtype.isnative:

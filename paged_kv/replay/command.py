@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def replay_command(args: argparse.Namespace) -> int:
     """Runs the command. Raises TraceError, ImportError or OSError for what the user gave and cannot be used."""
     if not 0 <= args.step_ms < math.inf:
-        raise TraceError(f"argument --step-ms: expected 0 or more, got {args.step_ms}")
+        raise TraceError(f"argument --step-ms: expected a finite number of at least 0, got {args.step_ms}")
     if args.plot is not None:
         from . import plot  # before the work is done, not after
 
