@@ -1,6 +1,6 @@
 """vLLM end to end, run by serving.py in vLLM's environment: python peer_vllm_serving.py JOB.json
 
-Writes tokens, seconds and the mean number of running requests, while others waited, to JOB.json.answer.
+Writes tokens, seconds and the mean number of requests in a step, while others waited, to JOB.json.answer.
 """
 
 import json
@@ -38,11 +38,11 @@ def serve(requests):
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                tokens[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+        ended = [output for output in engine.step() if output.finished]
+        for output in ended:
+            tokens[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
         if len(scheduler.waiting):
-            running.append(len(scheduler.running))
+            running.append(len(scheduler.running) + len(ended))
     seconds = time.perf_counter() - started
     batch = sum(running) / max(1, len(running))
     answers = [tokens[i] for i in range(len(requests))]

@@ -188,7 +188,7 @@ def serve_generate_batch(model, requests, _) -> tuple[list[list[int]] | None, fl
     )
     before = model.config._attn_implementation
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=CONTEXT)
-    answers, alive = {}, []
+    answers, running = {}, []
     try:
         with model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=settings, warmup=False
@@ -197,6 +197,7 @@ def serve_generate_batch(model, requests, _) -> tuple[list[list[int]] | None, fl
                 manager.add_request(prompt, request_id="warm-up", max_new_tokens=new)
                 while (result := manager.get_result(timeout=1)) is None or not result.is_finished():
                     pass
+            count_running(manager.batch_processor.scheduler, running)
             started = time.perf_counter()
             for i, (prompt, new) in enumerate(requests):
                 manager.add_request(prompt, request_id=str(i), max_new_tokens=new)
@@ -204,9 +205,6 @@ def serve_generate_batch(model, requests, _) -> tuple[list[list[int]] | None, fl
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
                     answers[int(result.request_id)] = result.generated_tokens
-                processor = manager.batch_processor
-                if processor is not None and processor.scheduler.waiting_requests:
-                    alive.append(len(processor.scheduler.active_requests))
                 if time.perf_counter() - started > 600:
                     raise TimeoutError("it has not finished in ten minutes")
             seconds = time.perf_counter() - started
@@ -215,7 +213,20 @@ def serve_generate_batch(model, requests, _) -> tuple[list[list[int]] | None, fl
         return None, 0.0, 0.0
     finally:
         model.set_attn_implementation(before)
-    return [answers[i] for i in range(len(requests))], seconds, sum(alive) / max(1, len(alive))
+    return [answers[i] for i in range(len(requests))], seconds, sum(running) / max(1, len(running))
+
+
+def count_running(scheduler, running: list[int]) -> None:
+    """Notes in `running` how many requests each step computes, while others wait."""
+    schedule = scheduler.schedule_batch
+
+    def schedule_batch(*budgets):
+        batch = schedule(*budgets)
+        if scheduler.waiting_requests:
+            running.append(len(scheduler.active_requests))
+        return batch
+
+    scheduler.schedule_batch = schedule_batch
 
 
 def serve_vllm(_, requests, folder) -> tuple[list[list[int]] | None, float, float]:
@@ -458,7 +469,7 @@ def draw(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     traces, servers = (list(dict.fromkeys(row[key] for row in rows)) for key in ("trace", "what"))
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.2))
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
     for ax, key, title in (
         (axes[0], "batch", "requests at once"),
         (axes[1], "tokens_per_s", "new tokens a second"),
@@ -467,11 +478,14 @@ def draw(rows: list[dict], path: Path) -> None:
             values = [
                 next((r[key] for r in rows if (r["trace"], r["what"]) == (t, server)), 0) for t in traces
             ]
-            ax.bar([j + 0.2 * i for j in range(len(traces))], values, 0.18, label=server)
-        ax.set_xticks([j + 0.3 for j in range(len(traces))], [trace.split("_")[0] for trace in traces])
+            ax.bar([j + 0.17 * i for j in range(len(traces))], values, 0.16, label=server)
+        ax.set_xticks(
+            [j + 0.17 * (len(servers) - 1) / 2 for j in range(len(traces))],
+            [trace.split("_")[0] for trace in traces],
+        )
         ax.set_title(title)
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=9, loc="outside lower center", ncols=len(servers))
     figure.savefig(path, dpi=110)
 
 
