@@ -14,7 +14,8 @@ compile   steps of 8 running requests, with and without torch.compile.
 quality   perplexity of a text over quantised caches.
 
 The trace's lengths are divided by SCALE, and so is the context; prompts longer than the model takes are scaled to fit.
-float32: without AMX or AVX-512, a CPU computes bfloat16 more slowly.
+float32: GGUF weights are unpacked to it, and all servers give the same tokens in it, which rounding keeps them from
+in bfloat16; with AVX2 alone bfloat16 is slower, too.
 """
 
 import argparse
