@@ -5,16 +5,13 @@ Commands: `load` (trace, requests, max_output), `run` (num_blocks, block_size, m
 """
 
 import gc
-import json
-import os
 import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what libraries print must not mix with the answers
+import worker  # before what prints: it keeps stdout for the answers
 
 # The package without its __init__, which loads a library built for another torch than a peer may have.
 package = ModuleType("paged_kv")
@@ -33,20 +30,18 @@ MakeMemory = Callable[[int, int], PagedMemory]
 def serve(version: str, make_memory: MakeMemory) -> None:
     """Answers commands until stdin ends. `make_memory(num_blocks, block_size)` makes what is driven."""
     requests: list[Request] = []
-    for line in sys.stdin:
-        command, argument = json.loads(line)
-        if command == "hello":
-            answer = version
-        elif command == "load":
-            requests = read_trace(Path(argument["trace"]))[: argument["requests"]]
-            requests = [request.cut(argument["max_output"]) for request in requests]
-            answer = len(requests)
-        elif command == "run":
-            answer = run(requests, make_memory(argument["num_blocks"], argument["block_size"]), argument)
-        elif command == "memory":
-            answer = bytes_per_block(make_memory, **argument)
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+
+    def load(argument: dict) -> int:
+        trace = read_trace(Path(argument["trace"]))[: argument["requests"]]
+        requests[:] = [request.cut(argument["max_output"]) for request in trace]
+        return len(requests)
+
+    commands = {
+        "load": load,
+        "run": lambda case: run(requests, make_memory(case["num_blocks"], case["block_size"]), case),
+        "memory": lambda argument: bytes_per_block(make_memory, **argument),
+    }
+    worker.serve(version, commands)
 
 
 def run(requests: list[Request], memory: PagedMemory, argument: dict) -> dict[str, float]:
