@@ -50,24 +50,31 @@ done
 rows=()
 failed=0
 row() { rows+=("$(printf '%-34s %-9s %5s s  %s' "$1" "$2" "$3" "$4")"); }
+log_of() { echo "$logs/${1// /_}.log"; }
 
-# step NAME SECONDS COMMAND...: the command's output goes to a log of that name
-step() {
-  local name=$1 limit=$2 log from=$SECONDS status last
-  shift 2
-  log="$logs/${name// /_}.log"
-  echo "== $name"
-  timeout --kill-after=10 "$limit" "$@" > "$log" 2>&1
-  status=$?
+# conclude NAME STATUS BEGAN LIMIT: the row of a command that has ended, which had so many seconds
+conclude() {
+  local log last seconds=$((SECONDS - $3))
+  log=$(log_of "$1")
   last=$(grep -v '^ *$' "$log" | tail -1 | cut -c1-120)
-  [ $status = 124 ] && last="still running after $limit s"
-  if [ $status = 0 ]; then
-    row "$name" passed $((SECONDS - from)) "$last"
+  [ "$2" = 124 ] && last="still running after $4 s"
+  if [ "$2" = 0 ]; then
+    row "$1" passed $seconds "$last"
   else
-    row "$name" FAILED $((SECONDS - from)) "$last (see $log)"
+    row "$1" FAILED $seconds "$last (see $log)"
     failed=1
     tail -30 "$log"
   fi
+}
+
+# step NAME SECONDS COMMAND...: the command's output goes to a log of that name
+step() {
+  local name=$1 limit=$2 from=$SECONDS status
+  shift 2
+  echo "== $name"
+  timeout --kill-after=10 "$limit" "$@" > "$(log_of "$name")" 2>&1
+  status=$?
+  conclude "$name" $status $from "$limit"
   return $status
 }
 
@@ -110,7 +117,7 @@ names=() processes=()
 start() {
   local name=$1
   shift
-  timeout --kill-after=10 "$limit" "$@" > "$logs/${name// /_}.log" 2>&1 &
+  timeout --kill-after=10 "$limit" "$@" > "$(log_of "$name")" 2>&1 &
   names+=("$name")
   processes+=($!)
 }
@@ -121,19 +128,10 @@ tests() {
   start "$name" "$python" -m pytest -q -p no:cacheprovider "$@"
 }
 collect() {
-  local i status log last from=$SECONDS
+  local i from=$SECONDS
   for i in "${!names[@]}"; do
     wait "${processes[$i]}"
-    status=$?
-    log="$logs/${names[$i]// /_}.log"
-    last=$(grep -v '^ *$' "$log" | tail -1 | cut -c1-120)
-    if [ $status = 0 ]; then
-      row "${names[$i]}" passed $((SECONDS - from)) "$last"
-    else
-      row "${names[$i]}" FAILED $((SECONDS - from)) "$last (see $log)"
-      failed=1
-      tail -30 "$log"
-    fi
+    conclude "${names[$i]}" $? "$from" "$limit"
   done
   names=() processes=()
 }
