@@ -423,29 +423,20 @@ def measure_compile(model, tokenizer, args) -> list[dict]:
 
 def measure_quality(model, tokenizer, args) -> list[dict]:
     ids = tokenizer(TEXT.read_text()).input_ids
-    exact = perplexity(model, ids)
-    rows = [tell("float32 cache", tokens=len(ids), perplexity=exact)]
-    for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
-        found = perplexity(model, ids, cache_dtype=dtype)
-        rows.append(
-            tell(
-                f"{str(dtype)[6:]} cache, float32 model",
-                perplexity=found,
-                percent_more=100 * (found / exact - 1),
+    rows = []
+    for model_dtype in (torch.float32, torch.bfloat16):
+        exact = perplexity(model.to(model_dtype), ids)
+        name = str(model_dtype)[6:]
+        rows.append(tell(f"{name} cache and model", tokens=len(ids), perplexity=exact))
+        for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
+            found = perplexity(model, ids, cache_dtype=dtype)
+            rows.append(
+                tell(
+                    f"{str(dtype)[6:]} cache, {name} model",
+                    perplexity=found,
+                    percent_more=100 * (found / exact - 1),
+                )
             )
-        )
-    half = model.to(torch.bfloat16)
-    exact = perplexity(half, ids)
-    rows.append(tell("bfloat16 cache and model", perplexity=exact))
-    for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
-        found = perplexity(half, ids, cache_dtype=dtype)
-        rows.append(
-            tell(
-                f"{str(dtype)[6:]} cache, bfloat16 model",
-                perplexity=found,
-                percent_more=100 * (found / exact - 1),
-            )
-        )
     model.to(torch.float32)
     return rows
 

@@ -175,25 +175,29 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def both(self, real_call, model_call, publishes=True):
         """Both answers, or None where both raise the same error and nothing has changed."""
-        before, pending = snapshot(self.real), self.real._publisher.pending
         if publishes:
             self.model.publish()
         try:
             expected = model_call()
         except (errors.PagedKVError, ValueError) as error:
-            try:
-                real_call()
-            except type(error) as raised:
-                for name in ("needed", "free", "left", "seq_id"):
-                    assert getattr(raised, name, None) == getattr(error, name, None), name
-            else:
-                raise AssertionError(f"{type(error).__name__} was not raised") from error
-            self.compare()
-            assert pending or snapshot(self.real) == before
+            self.refuse(error, real_call)
             return None
         answer = real_call()
         self.compare()
         return answer, expected
+
+    def refuse(self, error, real_call):
+        """The manager raises what the model has raised, and nothing has changed."""
+        before, pending = snapshot(self.real), self.real._publisher.pending
+        try:
+            real_call()
+        except type(error) as raised:
+            for name in ("needed", "free", "left", "seq_id"):
+                assert getattr(raised, name, None) == getattr(error, name, None), name
+        else:
+            raise AssertionError(f"{type(error).__name__} was not raised") from error
+        self.compare()
+        assert pending or snapshot(self.real) == before
 
     def compare(self):
         real, model = self.real, self.model
@@ -327,18 +331,10 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def do_append(self, batch, given, lookahead):
         old = {seq_id: len(seq.tokens) for seq_id, seq in self.model.device.items()}
-        before, pending = snapshot(self.real), self.real._publisher.pending
         try:
             copies = self.model.append(batch, lookahead)
         except errors.PagedKVError as error:
-            try:
-                self.real.append(list(batch), given, lookahead=lookahead)
-            except type(error) as raised:
-                assert vars(raised) == vars(error)
-            else:
-                raise AssertionError(f"{type(error).__name__} was not raised") from error
-            self.compare()
-            assert pending or snapshot(self.real) == before
+            self.refuse(error, lambda: self.real.append(list(batch), given, lookahead=lookahead))
             return
         step = self.real.append(list(batch), given, lookahead=lookahead)
         self.cache.copy(step.block_copies)
@@ -480,19 +476,11 @@ class ManagerMachine(RuleBasedStateMachine):
         seq_ids = list(dict.fromkeys(names[c % len(names)] for c in choices)) if names else []
         if strange % 8 == 0:
             seq_ids = [self.pick(choices[0])]
-        before, pending = snapshot(self.real), self.real._publisher.pending
         self.model.publish()
         try:
             expected = self.model.swap_in(seq_ids)
         except errors.PagedKVError as error:
-            try:
-                self.real.swap_in(seq_ids)
-            except type(error) as raised:
-                assert vars(raised) == vars(error)
-            else:
-                raise AssertionError(f"{type(error).__name__} was not raised") from error
-            self.compare()
-            assert pending or snapshot(self.real) == before
+            self.refuse(error, lambda: self.real.swap_in(seq_ids))
             return
         pairs = self.real.swap_in(seq_ids)
         self.cache.swap_in(pairs)

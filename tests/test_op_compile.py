@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from op_mistakes import VALID
+from op_mistakes import VALID, WRITTEN
 from torch import Tensor, library
 
 from paged_kv import PagedKVCache, ops
@@ -303,16 +303,6 @@ def test_forward_mode_differentiation_raises():
             # What torch raises for any op without forward-mode derivatives; a silent zero would be wrong.
             with pytest.raises(NotImplementedError, match="forward"):
                 getattr(ops, call)(**arguments)
-
-
-WRITTEN = {
-    "reshape_and_cache": ("key_cache", "value_cache"),
-    "reshape_and_cache_dynamic": ("key_cache", "value_cache", "k_scale", "v_scale"),
-    "paged_attention out": ("out", "lse"),
-    "swap_blocks": ("dst",),
-    "gather_kv out": ("key", "value"),
-    "merge_attention_states out": ("out", "lse"),
-}
 
 
 @pytest.mark.parametrize("call", WRITTEN)
