@@ -258,12 +258,7 @@ def test_no_weight_is_too_small_for_an_infinite_value(
     args["key_cache"].copy_(torch.zeros(args["key_cache"].shape))
     args["key_cache"][block, :, 0] = torch.full((case.head_dim,), -6144.0, device=backend.device).to(stored)
     args["value_cache"][block, :, 0, 5] = torch.tensor(bad, device=backend.device).to(stored)
-    scales = [2.0**-20, 2.0**-30, 2.0**-100] if cache else [1.0]
-    if (
-        cache and backend.isa is not None
-    ):  # the CUDA kernels leave out a scale's sign here, and that it is zero
-        scales += [-(2.0**-100), 0.0]
-    for scale in scales:
+    for scale in (2.0**-20, 2.0**-30, -(2.0**-100), 0.0) if cache else (1.0,):
         if cache:
             args["v_scale"].fill_(scale)
         out, lse = backend.ops.paged_attention(**args)
@@ -294,6 +289,32 @@ def test_infinite_scores(dtype: torch.dtype, keys: str, seqs, backend) -> None:
         exact_out, exact_lse = reference.paged_attention(**args)
         assert_close(out, exact_out, 0.02, f"sinks {sinks}: out")
         assert_close(lse, exact_lse, 0.02, f"sinks {sinks}: lse")
+
+
+@pytest.mark.parametrize("seqs", [((1, 40),), ((40, 40),), ((2, 1100),)], ids=["decode", "prefill", "splits"])
+@pytest.mark.parametrize("softcap", [0.0, 50.0])
+@pytest.mark.parametrize("cache", [None, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_score_of_minus_infinity_makes_nan_of_an_infinite_value(
+    dtype: torch.dtype, cache: torch.dtype | None, softcap: float, seqs, backend
+) -> None:
+    """0 * inf, beside a token whose weight is merely small; a softcap leaves no score infinite."""
+    for bad in (inf, -inf):
+        case = Case(seqs=seqs, heads=(4, 2), dtype=dtype, cache_dtype=cache, softcap=softcap)
+        args = make_inputs(case, backend.device).args
+        args["query"].fill_(1)
+        # A key of -32 has a score of -256, whose weight of e^-256 is 0 in float32.
+        for token, key, dims in ((2, -inf, (0, 2)), (7, -32.0, (1, 2))):
+            slot = args["block_tables"][0, 0], slice(None), token
+            args["key_cache"][slot] = torch.full((2, 64), key, device=backend.device).to(case.stored_dtype)
+            for d in dims:
+                args["value_cache"][(*slot, d)] = torch.tensor(bad, device=backend.device).to(
+                    case.stored_dtype
+                )
+        out, lse = backend.ops.paged_attention(**args)
+        exact_out, exact_lse = reference.paged_attention(**args)
+        assert_close(out, exact_out, 0.02, "out")
+        assert_close(lse, exact_lse, 0.02, "lse")
 
 
 @pytest.mark.parametrize("seqs", [((1, 600),), ((20, 45),)], ids=["decode", "prefill"])

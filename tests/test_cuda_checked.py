@@ -48,10 +48,15 @@ def test_far_blocks() -> None:
 
 
 @pytest.mark.parametrize("tokens", [2, 32])
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_infinity(dtype: torch.dtype, tokens: int) -> None:
+def test_infinity(dtype: torch.dtype, cache_dtype: torch.dtype | None, tokens: int) -> None:
+    seqs = ((tokens, 530),)
     shared_tests.test_no_weight_is_too_small_for_an_infinite_value(
-        dtype, None, ((tokens, 530),), 1e6, -torch.inf, BACKEND
+        dtype, cache_dtype, seqs, 1e6, -torch.inf, BACKEND
+    )
+    shared_tests.test_a_score_of_minus_infinity_makes_nan_of_an_infinite_value(
+        dtype, cache_dtype, 0.0, seqs, BACKEND
     )
 
 

@@ -220,8 +220,27 @@ __device__ void store_finished_row(const AttentionLaunch& p, const Sequence& seq
   if (lane == 0) p.lse[packed_token * p.lse_stride_token + head * p.lse_stride_head] = row.lse;
 }
 
-// What values that are not finite add to element d of a row: infinity or NaN, whatever weight they have; 0 if there are
-// none. Slow, and rarely needed. (A score of -inf, whose weight is 0 and makes NaN of infinity, counts as any other.)
+// The score of a row and a key that it sees, by one thread. Not inlined, to take no registers from the kernels.
+template <class Cache>
+[[gnu::noinline]] __device__ float score_of(const AttentionLaunch& p, const Work& work, int row, int key,
+                                            const Page& page) {
+  const Cache* key_row = cache_row<const Cache>(p.key_cache, page.block, work.kv_head(), page.slot);
+  const float product = with_float(p.query.dtype, [&](auto element) {
+    using T = decltype(element);
+    const T* query = token_row<const T>(p.query, work.seq.first_token + work.token(p, row), work.head(p, row));
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int d = 0; d < p.head_dim; ++d) sum += to_float(query[d]) * to_float(key_row[d]);
+    return sum;
+  });
+  const float k_scale = read_scale(p.k_scale, page.block, work.kv_head(), page.slot);
+  return Row(p, work, row).score(p, product * p.scale * k_scale, key);
+}
+
+// What values that are not finite add to element d of a row: infinity or NaN, whatever weight they have, unless that is
+// 0, as only a score of -inf makes it; 0 if there are none. Slow, and rarely needed: scores are computed anew, by each
+// lane for itself, as ptxas 13.0 finds too few predicates for the vector kernels on sm_90a (C7600) where store_rows has
+// lanes wait for each other.
 template <class Cache>
 __device__ float sum_values_not_finite(const AttentionLaunch& p, const Work& work, int row, int d) {
   const PageTable table = work.table(p);
@@ -232,7 +251,10 @@ __device__ float sum_values_not_finite(const AttentionLaunch& p, const Work& wor
   for (int key = max(work.first_key, work.seq.first_key(p, token)); key < end && sum == sum; ++key) {
     const Page page = table.locate(static_cast<uint32_t>(key));
     const auto value = cache_row<const Cache>(p.value_cache, page.block, work.kv_head(), page.slot)[d];
-    if (!is_finite(value)) sum += to_float(value);
+    if (is_finite(value)) continue;
+    const bool weighs_zero = score_of<Cache>(p, work, row, key, page) == -INFINITY;
+    const float v_scale = read_scale(p.v_scale, page.block, work.kv_head(), page.slot);
+    sum += weighs_zero ? NAN : to_float(value) * v_scale;
   }
   return sum;
 }

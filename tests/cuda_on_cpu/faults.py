@@ -154,6 +154,17 @@ FAULTS = [
         TENSOR,
     ),
     Fault(
+        "the scale of an infinite value is ignored", "attention.cuh", " * v_scale;", ";", "infinity", VECTOR
+    ),
+    Fault(
+        "a score of minus infinity weighs more than zero",
+        "attention.cuh",
+        "weighs_zero ? NAN : ",
+        "",
+        "infinity",
+        TENSOR,
+    ),
+    Fault(
         "a split's weight is rounded to zero",
         "softmax.cuh",
         "ptx::max_or_nan(y, 0x1p-126f)",
