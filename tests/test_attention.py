@@ -317,6 +317,27 @@ def test_a_score_of_minus_infinity_makes_nan_of_an_infinite_value(
         assert_close(lse, exact_lse, 0.02, "lse")
 
 
+@pytest.mark.parametrize("seqs", [((1, 40),), ((40, 40),), ((2, 1100),)], ids=["decode", "prefill", "splits"])
+@pytest.mark.parametrize("scale", [inf, -inf, nan])
+@pytest.mark.parametrize("cache", QUANTISED, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_value_scale_that_is_not_finite(
+    dtype: torch.dtype, cache: torch.dtype, scale: float, seqs, backend
+) -> None:
+    """That of a token whose weight is e^-256, 0 in float32, reaches every row that sees it, and no other."""
+    case = Case(seqs=seqs, heads=(4, 2), dtype=dtype, cache_dtype=cache, v_scale="token")
+    args = make_inputs(case, backend.device).args
+    args["query"].fill_(1)
+    slot = args["block_tables"][0, 0], slice(None), 7
+    args["key_cache"][slot] = torch.full((2, 64), -32.0, device=backend.device).to(cache)
+    args["value_cache"][(*slot, 0)] = torch.zeros(2, device=backend.device).to(cache)
+    args["v_scale"][slot] = scale
+    out, lse = backend.ops.paged_attention(**args)
+    exact_out, exact_lse = reference.paged_attention(**args)
+    assert_close(out, exact_out, 0.02, "out")
+    assert_close(lse, exact_lse, 0.02, "lse")
+
+
 @pytest.mark.parametrize("seqs", [((1, 600),), ((20, 45),)], ids=["decode", "prefill"])
 @pytest.mark.parametrize("rule", ["plain", "alibi", "softcap", "sinks"])
 @pytest.mark.parametrize("cache", [None, *QUANTISED], ids=str)

@@ -60,6 +60,13 @@ def test_infinity(dtype: torch.dtype, cache_dtype: torch.dtype | None, tokens: i
     )
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_broken_scales(dtype: torch.dtype) -> None:
+    shared_tests.test_a_value_scale_that_is_not_finite(
+        dtype, torch.float8_e4m3fn, torch.nan, ((20, 20),), BACKEND
+    )
+
+
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=str)
 def test_light_tokens(cache_dtype: torch.dtype | None) -> None:
     shared_tests.test_many_light_tokens_count_beside_a_heavy_one(F16, cache_dtype, BACKEND)

@@ -237,10 +237,10 @@ template <class Cache>
   return Row(p, work, row).score(p, product * p.scale * k_scale, key);
 }
 
-// What values that are not finite add to element d of a row: infinity or NaN, whatever weight they have, unless that is
-// 0, as only a score of -inf makes it; 0 if there are none. Slow, and rarely needed: scores are computed anew, by each
-// lane for itself, as ptxas 13.0 finds too few predicates for the vector kernels on sm_90a (C7600) where store_rows has
-// lanes wait for each other.
+// What values that are not finite, or whose scales are not, add to element d of a row: infinity or NaN, whatever weight
+// they have, unless that is 0, as only a score of -inf makes it; 0 if there are none. Slow, and rarely needed: scores
+// are computed anew, by each lane for itself, as ptxas 13.0 finds too few predicates for the vector kernels on sm_90a
+// (C7600) where store_rows has lanes wait for each other.
 template <class Cache>
 __device__ float sum_values_not_finite(const AttentionLaunch& p, const Work& work, int row, int d) {
   const PageTable table = work.table(p);
@@ -251,9 +251,9 @@ __device__ float sum_values_not_finite(const AttentionLaunch& p, const Work& wor
   for (int key = max(work.first_key, work.seq.first_key(p, token)); key < end && sum == sum; ++key) {
     const Page page = table.locate(static_cast<uint32_t>(key));
     const auto value = cache_row<const Cache>(p.value_cache, page.block, work.kv_head(), page.slot)[d];
-    if (is_finite(value)) continue;
-    const bool weighs_zero = score_of<Cache>(p, work, row, key, page) == -INFINITY;
     const float v_scale = read_scale(p.v_scale, page.block, work.kv_head(), page.slot);
+    if (is_finite(value) && is_finite(v_scale)) continue;
+    const bool weighs_zero = score_of<Cache>(p, work, row, key, page) == -INFINITY;
     sum += weighs_zero ? NAN : to_float(value) * v_scale;
   }
   return sum;

@@ -295,15 +295,13 @@ __device__ __forceinline__ void multiply_values(WarpTile<Traits, kBlocks>& w, co
                                                 const typename Traits::Stage& stage, int first_key, int lane) {
   using T = typename Traits::T;
   if constexpr (Traits::kIsQuantised) {
-    // A weight of 0 stays 0 by selection: the scale of a key that the row does not see may be NaN.
     if (p.v_scale.data != nullptr) {
       const float inverse = w.value_scale == 0.0f ? 0.0f : 1.0f / w.value_scale;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float relative = stage.v_scale[w.key_of(first_key, block, i)] * inverse;
-          w.score[block][i] = w.score[block][i] == 0.0f ? 0.0f : w.score[block][i] * relative;
+          w.score[block][i] *= stage.v_scale[w.key_of(first_key, block, i)] * inverse;
         }
       }
     }
@@ -327,16 +325,20 @@ __device__ __forceinline__ void multiply_values(WarpTile<Traits, kBlocks>& w, co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Values that are not finite: 0 * NaN is NaN, so in a tile where some row sees a key and another does not, the product
-// would spread them to rows that do not see them. There they are left out of the products, and store_rows adds them to
-// each row that does see them. That is slow and rare.
+// Values that are not finite, or whose scales are not: 0 * NaN is NaN, so in a tile where some row sees a key and
+// another does not, the product would spread them to rows that do not see them. There they are left out of the
+// products, and store_rows adds them to each row that does see them. That is slow and rare.
 
 // Whether this thread's part of the tile's values has one.
 template <class Traits>
-__device__ __forceinline__ bool finds_value_not_finite(const typename Traits::Stage& stage, int thread) {
+__device__ __forceinline__ bool finds_value_not_finite(const AttentionLaunch& p, const typename Traits::Stage& stage,
+                                                       int thread) {
   using Cache = typename Traits::Cache;
   constexpr int kChunks = Traits::kCacheBytes / 16, kPerChunk = 16 / sizeof(Cache);
   bool found = false;
+  if constexpr (Traits::kIsQuantised) {
+    found = p.v_scale.data != nullptr && thread < Traits::kKeys && !is_finite(stage.v_scale[thread]);
+  }
 #pragma unroll 1
   for (int i = thread; i < Traits::kKeys * kChunks; i += kThreads) {
     const auto words = ptx::load_shared_16(stage.values.at(i / kChunks, i % kChunks));
@@ -349,9 +351,15 @@ __device__ __forceinline__ bool finds_value_not_finite(const typename Traits::St
 
 // Puts zeros in their places.
 template <class Traits>
-__device__ __forceinline__ void clear_values_not_finite(typename Traits::Stage& stage, int thread) {
+__device__ __forceinline__ void clear_values_not_finite(const AttentionLaunch& p, typename Traits::Stage& stage,
+                                                        int thread) {
   using Cache = typename Traits::Cache;
   constexpr int kPerChunk = 16 / sizeof(Cache);
+  if constexpr (Traits::kIsQuantised) {
+    if (p.v_scale.data != nullptr && thread < Traits::kKeys && !is_finite(stage.v_scale[thread])) {
+      stage.v_scale[thread] = 0.0f;
+    }
+  }
 #pragma unroll 1
   for (int i = thread; i < Traits::kKeys * Traits::kHeadDim; i += kThreads) {
     const int key = i / Traits::kHeadDim, d = i % Traits::kHeadDim;
@@ -410,8 +418,8 @@ __device__ void attend(const AttentionLaunch& p, const Work& work, typename Trai
       }
       update_state<Traits, kBlocks>(w, value_rescale);
     }
-    if (is_mixed && __syncthreads_or(finds_value_not_finite<Traits>(stage, thread))) {
-      clear_values_not_finite<Traits>(stage, thread);
+    if (is_mixed && __syncthreads_or(finds_value_not_finite<Traits>(p, stage, thread))) {
+      clear_values_not_finite<Traits>(p, stage, thread);
       left_out = true;
       __syncthreads();
     }

@@ -165,6 +165,13 @@ FAULTS = [
         TENSOR,
     ),
     Fault(
+        "scales of NaN are not looked for",
+        TENSOR,
+        "!is_finite(stage.v_scale[thread]);",
+        "false;",
+        "broken_scales",
+    ),
+    Fault(
         "a split's weight is rounded to zero",
         "softmax.cuh",
         "ptx::max_or_nan(y, 0x1p-126f)",
