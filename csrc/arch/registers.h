@@ -11,12 +11,13 @@ inline __attribute__((always_inline)) V keep_in_register(V v) {
   return v;
 }
 
-// p, what it points to being read anew from here on. GCC would read what a loop takes from memory before the loop, and
-// short of registers for it keep it in vector registers, from which it comes back at one a cycle.
+// An integer or a pointer, all that follows from it being found anew from here on. GCC would find before a loop what
+// the loop could find beside its work, and short of registers for it keep it in vector registers, from which it comes
+// back at one a cycle.
 template <class T>
-inline __attribute__((always_inline)) T* forget(T* p) {
-  asm("" : "+r"(p));
-  return p;
+inline __attribute__((always_inline)) T forget(T v) {
+  asm volatile("" : "+r"(v));
+  return v;
 }
 
 }  // namespace paged_kv

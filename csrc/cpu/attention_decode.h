@@ -84,25 +84,31 @@ struct DecodeScratch {
 // tokens are written, too.
 template <class P, int kRows, Ask kAsk>
 void score_rows(const typename P::Operand* query, int64_t padded_dim, int64_t head_dim,
-                const typename P::Element* const* keys, int count, float* scores,
-                const Fetch<typename P::Element>& fetch) {
-  constexpr int kTokens = kSums / kRows;
-  for (int64_t t = 0; t < count; t += kTokens) {
+                const typename P::Element* const* keys, int count, float* scores, Fetch<typename P::Element> fetch) {
+  constexpr int kTokens = kSums / kRows, kGroup = Fetch<typename P::Element>::kGroup;
+  for (uint64_t t = 0; t < static_cast<uint64_t>(count); t += kTokens) {
     const typename P::Element* key[kTokens];
     for (int i = 0; i < kTokens; ++i) key[i] = keys[t + i];
     typename P::Sum sums[kSums]{};  // [kRows][kTokens]
     auto add_chunk = [&](int64_t d, int chunk) __attribute__((always_inline)) {
       keys = forget(keys);
-      constexpr int kCount = std::min(kTokens, Fetch<typename P::Element>::kGroup);
-      for (int i = 0; i < kTokens; i += kCount) fetch.template beside<kAsk, kChunk, kCount>(keys, t + i, d);
+      const auto pass = fetch.template pass<kChunk>(d, kTokens);
+      constexpr int kCount = std::min(kTokens, kGroup);
+      for (int i = 0; i < kTokens; i += kCount) {
+        const auto group = fetch.template group<kAsk>(keys + t / kGroup * kGroup, i, pass);
+        fetch.template beside<kAsk, kChunk, kCount>(group, t % kGroup, d);
+      }
       typename P::Key chunks[kTokens];
       if constexpr (requires { &P::load_two_keys; }) {
         for (int i = 0; i < kTokens; i += 2) P::load_two_keys(key[i] + d, key[i + 1] + d, chunk, chunks + i);
       } else {
         for (int i = 0; i < kTokens; ++i) chunks[i] = P::load_key(key[i] + d, chunk);
       }
-      for (int r = 0; r < kRows; ++r)
-        P::template add_scores<kTokens>(sums + r * kTokens, chunks, query + r * padded_dim + d);
+      const auto* row = query + d;
+      for (int r = 0; r < kRows; ++r) {
+        P::template add_scores<kTokens>(sums + r * kTokens, chunks, row);
+        row = forget(row + padded_dim);
+      }
     };
     int64_t d = 0;
     for (; d + kChunk <= head_dim; d += kChunk) add_chunk(d, kChunk);
@@ -121,7 +127,7 @@ template <class P, int kRows, int kChunks, Ask kAsk>
 PAGED_KV_INLINE void add_value_chunks(float* out, int64_t padded_dim, const float* factors,
                                       const typename P::Weight* weights, const typename P::Element* const* values,
                                       int64_t begin, int64_t end, int64_t d, int chunk,
-                                      const Fetch<typename P::Element>& fetch) {
+                                      Fetch<typename P::Element> fetch) {
   Chunk sums[kRows][kChunks];
   auto for_each_sum = [&](auto f) __attribute__((always_inline)) {
     unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
@@ -133,7 +139,6 @@ PAGED_KV_INLINE void add_value_chunks(float* out, int64_t padded_dim, const floa
     sum = {load(so_far) * factors[r], load(so_far + kWidth) * factors[r]};
   });
   auto add_step = [&](int64_t t, auto load_values, auto load_operand) __attribute__((always_inline)) {
-    fetch.template beside<kAsk, kChunks * kChunk, P::kPair>(values + begin, t - begin, d);
     typename P::Value value[kChunks];
     unrolled<kChunks>([&](auto c) __attribute__((always_inline)) {
       value[c] = load_values(d + c * kChunk, c + 1 < kChunks ? kChunk : chunk);
@@ -143,20 +148,39 @@ PAGED_KV_INLINE void add_value_chunks(float* out, int64_t padded_dim, const floa
       unrolled<kChunks>([&](auto c) __attribute__((always_inline)) { P::add_value(sums[r][c], value[c], weight); });
     });
   };
-  if constexpr (P::kPair == 1) {
-    for (int64_t t = begin; t < end; ++t) {
-      const auto* row = values[t];
-      add_step(t, [&](int64_t at, int n) { return P::load_value(row + at, n); }, P::load_operand);
-    }
-  } else {
-    int64_t t = begin;
-    for (; t + 1 < end; t += 2) {
+  auto add_one = [&](int64_t t, auto load_operand) __attribute__((always_inline)) {
+    const auto* row = values[t];
+    add_step(t, [&](int64_t at, int n) { return P::load_value(row + at, n); }, load_operand);
+  };
+  // Of kPair tokens.
+  auto add_pair = [&](int64_t t) __attribute__((always_inline)) {
+    if constexpr (P::kPair == 1) {
+      add_one(t, P::load_operand);
+    } else {
       const auto *first = values[t], *second = values[t + 1];
       add_step(t, [&](int64_t at, int n) { return P::load_values(first + at, second + at, n); }, P::load_operand);
     }
-    if (t < end) {
-      const auto* row = values[t];
-      add_step(t, [&](int64_t at, int n) { return P::load_value(row + at, n); }, P::load_last_operand);
+  };
+  constexpr int kGroup = Fetch<typename P::Element>::kGroup;
+  // Rows of a request, so that finding them is a small part of it.
+  constexpr int kElements = kChunks * kChunk, kLines = P::kPair * kElements * sizeof(typename P::Element) / 64;
+  constexpr int kCount = kLines > 1 ? P::kPair : kGroup;
+  const auto pass = fetch.template pass<kElements>(d, end - begin);
+  int64_t t = begin;
+  for (; t + kGroup <= end; t += kGroup) {
+    const auto group = fetch.template group<kAsk>(values + begin, t - begin, pass);
+    unrolled<kGroup / P::kPair>([&](auto i) __attribute__((always_inline)) {
+      constexpr int kToken = i * P::kPair;
+      if constexpr (kToken % kCount == 0) fetch.template beside<kAsk, kElements, kCount>(group, kToken, d);
+      add_pair(t + kToken);
+    });
+  }
+  if (t < end) {
+    const auto group = fetch.template group<kAsk>(values + begin, t - begin, pass);
+    fetch.template beside<kAsk, kElements, kGroup>(group, 0, d);
+    for (; t + P::kPair <= end; t += P::kPair) add_pair(t);
+    if constexpr (P::kPair == 2) {
+      if (t < end) add_one(t, P::load_last_operand);
     }
   }
   for_each_sum([&](int, const Chunk& sum, float* so_far) __attribute__((always_inline)) {
@@ -168,7 +192,7 @@ PAGED_KV_INLINE void add_value_chunks(float* out, int64_t padded_dim, const floa
 template <class P, int kRows, Ask kAsk, int kChunks = kSums / 2 / kRows>
 void add_values(float* out, int64_t padded_dim, int64_t head_dim, const float* factors,
                 const typename P::Weight* weights, const typename P::Element* const* values, int64_t begin, int64_t end,
-                const Fetch<typename P::Element>& fetch, int64_t d = 0) {
+                Fetch<typename P::Element> fetch, int64_t d = 0) {
   auto add = [&](int chunk) __attribute__((always_inline)) {
     add_value_chunks<P, kRows, kChunks, kAsk>(out, padded_dim, factors, weights, values, begin, end, d, chunk, fetch);
   };
@@ -285,7 +309,7 @@ void decode_tile(const AttentionParams& p, const SequenceView& view, int64_t hea
       for (int64_t t = seen.begin; t < seen.end; t += step) {
         add_values<P, kRows(), kAsk()>(values + r * padded_dim, padded_dim, p.head_dim,
                                        t == seen.begin ? scratch.factors + r : kOnes, scratch.weights + r * kTile,
-                                       order.values(), t, std::min(seen.end, t + step), fetch);
+                                       order.values(count), t, std::min(seen.end, t + step), fetch);
       }
     });
   };
@@ -328,34 +352,41 @@ void decode_split(const AttentionParams& p, const SequencePlan& plan, const Work
 
   const KeyRange keys = keys_of_split(p, view, item);
   // Heads run inside tiles: the heads of a block are neighbours in memory, unless the plan gave this item one head.
-  RowOrder<typename P::Element> order(p, scratch.rows);
-  KeyRange next = locate_tile(p, view, keys, kTile, *scratch.next_offsets);
+  using Order = RowOrder<typename P::Element>;
+  Order order(p, scratch.rows);
+  KeyRange next = locate_tile(p, view, keys, Order::kGroup, *scratch.next_offsets);
+  int64_t known = item.head_begin;  // end of the heads of the tile whose rows are in `order`
   do {
     const KeyRange tile = next;
     std::swap(scratch.offsets, scratch.next_offsets);
-    next = locate_tile(p, view, {tile.end, keys.end}, kTile, *scratch.next_offsets);
-    bool has_next = !next.empty();
-    int64_t next_head = item.head_begin;
-    if (!has_next) {
+    next = locate_tile(p, view, {tile.end, keys.end}, Order::kGroup, *scratch.next_offsets);
+    KeyRange following = next;
+    int64_t next_known = item.head_begin, next_end = item.head_end;
+    if (next.empty()) {
       if (const PlannedItem after = claim_next(); after.item != nullptr && after.plan->is_decode) {
         const KeyRange its_keys = keys_of_split(p, after.plan->view, *after.item);
-        has_next = !locate_tile(p, after.plan->view, its_keys, kTile, *scratch.next_offsets).empty();
-        next_head = after.item->head_begin;
+        following = locate_tile(p, after.plan->view, its_keys, Order::kGroup, *scratch.next_offsets);
+        next_known = after.item->head_begin, next_end = after.item->head_end;
       }
     }
     if (tile.empty()) continue;
-    order.begin(*scratch.offsets, item.head_begin);
+    if (following.empty()) next_end = next_known;
+    const int64_t count = tile.end - tile.begin;
     for (int64_t head = item.head_begin; head < item.head_end; ++head) {
-      if (head + 1 < item.head_end) {
-        order.follow_by(*scratch.offsets, head + 1);
-      } else if (has_next) {
-        order.follow_by(*scratch.next_offsets, next_head);
-      } else {
-        order.follow_by_itself();
+      while (order.is_short(count)) {
+        if (known < item.head_end) {
+          order.append(*scratch.offsets, count, known++);
+        } else if (next_known < next_end) {
+          order.append(*scratch.next_offsets, following.end - following.begin, next_known++);
+        } else {
+          order.repeat_last(count);
+          break;
+        }
       }
       decode_tile<P>(p, view, head, head - item.head_begin, tile, order, scratch);
-      order.advance();
+      order.take(count);
     }
+    known = next_known;
   } while (!next.empty());
 }
 

@@ -1,44 +1,68 @@
 // How decode has its keys and values come from memory while it computes.
 #pragma once
 
+#include <array>
+
 #include "arch/registers.h"
 #include "cpu/attention_tile.h"
 
 namespace paged_kv::cpu::PAGED_KV_ISA {
 
-// Where the rows of one head lie that decode takes, in the order in which it takes them: a tile's keys, its values,
-// then those of the tile or the head that follows, kTile of each.
+// Where the rows lie that decode takes, in the order in which it takes them: a head's keys of a tile, its values, those
+// of the next head, and on into the next tile or item of work. Nothing stands between them, so that a place some rows
+// ahead is as many rows ahead in short sequences, too.
 template <class T>
 class RowOrder {
  public:
-  // Rows, and how far past any row of the first tile they reach.
-  static constexpr int kSize = 4 * kTile, kReach = kSize / 2;
+  static constexpr int kGroup = 4;          // a tile's keys, and its values, are made up to a multiple of this
+  static constexpr int kReach = 2 * kTile;  // rows that there are beyond those of the first tile
+  static constexpr int kKnown = kReach + 4 * kTile, kSize = kKnown + kReach;
 
   RowOrder(const AttentionParams& p, const T** rows) : p_(p), rows_(rows) {}
 
-  const T* const* keys() const { return rows_; }
-  const T* const* values() const { return rows_ + kTile; }
+  // Of the first tile, which has `count` keys.
+  const T* const* keys() const { return rows_ + begin_; }
+  const T* const* values(int64_t count) const { return keys() + round_up(count, kGroup); }
 
-  void begin(const TokenOffsets<kTile>& offsets, int64_t head) { find(rows_, offsets, head); }
-  void follow_by(const TokenOffsets<kTile>& offsets, int64_t head) { find(rows_ + 2 * kTile, offsets, head); }
-  // Requests for what is there cost nothing that a question whether to ask would not.
-  void follow_by_itself() { std::copy_n(rows_, 2 * kTile, rows_ + 2 * kTile); }
-  void advance() { std::copy_n(rows_ + 2 * kTile, 2 * kTile, rows_); }
+  // Whether less than kReach is known beyond the first tile, of `count` keys.
+  bool is_short(int64_t count) const { return end_ < begin_ + taken_by(count) + kReach; }
+
+  void append(const TokenOffsets<kTile>& offsets, int64_t count, int64_t head) {
+    if (end_ + taken_by(count) > kKnown) {
+      std::copy(rows_ + begin_, rows_ + end_, rows_);
+      filled_ = end_ -= begin_;
+      begin_ = 0;
+    }
+    const int64_t size = round_up(count, kGroup);
+    auto add = [&](const T* base, const int64_t* offsets) {
+      for (int64_t i = 0; i < size; i += kGroup) {
+        for (int j = 0; j < kGroup; ++j) rows_[end_ + i + j] = base + offsets[i + j];
+      }
+      end_ += size;
+    };
+    add(head_base<T>(p_.key_cache, head), offsets.key);
+    add(head_base<T>(p_.value_cache, head), offsets.value);
+    filled_ = std::max(filled_, end_);
+  }
+  // Where nothing is known to follow: requests for what is there cost nothing that a question whether to ask would not.
+  void repeat_last(int64_t count) {
+    const int64_t end = begin_ + taken_by(count) + kReach;
+    if (filled_ < end) std::fill(rows_ + filled_, rows_ + end, rows_[end_ - 1]);
+    filled_ = std::max(filled_, end);
+  }
+  void take(int64_t count) { begin_ += taken_by(count); }
 
  private:
-  void find(const T** rows, const TokenOffsets<kTile>& offsets, int64_t head) {
-    auto find_rows = [](const T** rows, const T* base, const int64_t* offsets) {
-      for (int i = 0; i < kTile; ++i) rows[i] = base + offsets[i];
-    };
-    find_rows(rows, head_base<T>(p_.key_cache, head), offsets.key);
-    find_rows(rows + kTile, head_base<T>(p_.value_cache, head), offsets.value);
-  }
+  static int64_t taken_by(int64_t count) { return 2 * round_up(count, kGroup); }
 
   const AttentionParams& p_;
   const T** rows_;
+  int64_t begin_ = 0, end_ = 0;  // of the rows that are known
+  int64_t filled_ = 0;           // end of those that are known or repeated
 };
 
-// What a loop asks memory for: nothing, each row by where it lies, or groups of neighbours by their first.
+// What a loop asks memory for: nothing, each row by where it lies, or groups of rows, which lie one after the other, by
+// their first.
 enum class Ask { kNothing, kRows, kGroups };
 
 // Asks memory for rows, into L1, beside the work on others. Blocks lie anywhere, so the hardware does not see them
@@ -46,59 +70,119 @@ enum class Ask { kNothing, kRows, kGroups };
 //
 // Rows are asked for in the order in which they are taken, each several times, nearer and nearer. A request that finds
 // too many others under way is dropped (Zen 5: 3 % of a burst of 64 lines, 20 % of 512), and if it was the only one,
-// the core waits for the line when it takes it. Shares of a plain read's speed (Zen 5, D 128), by how often a row is
-// asked for, at the faster and the slower of two speeds that the memory of a virtual machine had, in a C++ loop over 16
-// x 2,048:
-//             once, a tile of all heads ahead    twice         three times    four times     six times
-//   bfloat16  0.77 / 0.76                        0.95 / 0.77   0.96 / 0.82    0.94 / 0.88
-//   float32   0.61 / 0.71                        0.79 / 0.75                  0.87 / 0.78    0.92 / 0.80
-// It costs up to a cycle a line; so bytes, which are converted beside it, are asked for less often, and so is all where
-// vectors are narrow.
+// the core waits for the line when it takes it. Shares of a plain read's speed (Zen 5, bfloat16, D 128, 16 x 2,048), at
+// the faster and the slower of two speeds that the memory of a virtual machine had, in a C++ loop:
+//   once, a tile of all heads ahead                                  0.77 / 0.76
+//   4 times, evenly spaced, the last 6 KiB ahead, lines as taken     0.90 / 0.79
+//   4 times, the last 3 KiB ahead, lines in the order of memory      0.95 / 0.84
+//   5 times, likewise                                                0.88 / 0.86
+// Each time costs half a cycle a line; so bytes, which are converted beside it, are asked for less often, and so is all
+// where vectors are narrow.
 template <class T>
 class Fetch {
  public:
-  static constexpr int kGroup = 4;  // rows
+  static constexpr int kGroup = RowOrder<T>::kGroup;
 
   explicit Fetch(const AttentionParams& p)
-      : stride_(p.key_cache.stride_slot),
-        step_(std::min<int64_t>(kAhead / (p.head_dim * sizeof(T)), RowOrder<T>::kReach) / (kTimes * kGroup) * kGroup) {}
+      : head_dim_(p.head_dim), unit_(unit_rows(p.head_dim * sizeof(T)) * sizeof(T*)) {}
 
   static Ask how(const AttentionParams& p) {
-    const bool in_groups = p.block_size % kGroup == 0 && p.key_cache.stride_slot == p.value_cache.stride_slot;
+    const bool in_groups =
+        p.block_size % kGroup == 0 && p.key_cache.stride_slot == p.head_dim && p.value_cache.stride_slot == p.head_dim;
     return in_groups ? Ask::kGroups : Ask::kRows;
   }
 
-  // Beside the elements [d, d + kElements) of the kCount rows from rows[token] on, token being a multiple of kCount.
-  // Where a window cuts blocks, or a sequence ends, some requests are for rows that are not taken; none leaves `rows`,
-  // as these begin at a tile's first or at a multiple of eight from there.
+  // One of the passes over some rows, each of which takes kElements of every row.
+  template <int kElements>
+  struct Pass {
+    uint64_t first;   // piece that is asked for beside the first kGroup rows; kElements of each of kGroup rows are one
+    int shift;        // log2 of the pieces of kGroup rows
+    uint64_t offset;  // elements
+  };
+
+  // The pass over `count` rows that begins at element d.
+  template <int kElements>
+  PAGED_KV_INLINE Pass<kElements> pass(uint64_t d, uint64_t count) const {
+    const uint64_t passes = head_dim_ / kElements;
+    // Rows in their order, which the hardware sees, too: the first pass asks for the first rows. Where that does not
+    // divide, each pass asks for a share of every row.
+    if (count > kGroup && passes * kElements == head_dim_ && (passes & (passes - 1)) == 0) {
+      return {d / kElements * ((count + kGroup - 1) / kGroup), __builtin_ctzll(passes), 0};
+    }
+    return {0, 0, d * kGroup};
+  }
+
+  // What to ask for beside kGroup rows.
+  struct Group {
+    const T* const* rows;
+    uint64_t offset;
+  };
+
+  // Beside rows[token] and those that follow it, token being a multiple of kGroup.
+  template <Ask kAsk, int kElements>
+  PAGED_KV_INLINE Group group(const T* const* rows, uint64_t token, const Pass<kElements>& pass) const {
+    if constexpr (kAsk != Ask::kGroups) return {rows + token, 0};
+    const uint64_t piece = pass.first + token / kGroup, group = piece >> pass.shift;
+    return {rows + group * kGroup, pass.offset + (piece - (group << pass.shift)) * kGroup * kElements};
+  }
+
+  // Beside the elements [d, d + kElements) of kCount rows of a group, `token` being the first of them. Where a window
+  // cuts blocks, or a sequence ends, some requests are for what is not taken.
   template <Ask kAsk, int kElements, int kCount>
-  PAGED_KV_INLINE void beside(const T* const* rows, int64_t token, int64_t d) const {
-    if constexpr (kAsk != Ask::kNothing) {
-      // Where a line takes several passes over all rows, they share the rows.
-      constexpr int kBytes = kElements * sizeof(T), kPasses = kBytes < kLine ? kLine / kBytes : 1;
-      constexpr int kShare = kCount > kPasses ? kCount / kPasses : 1;
-      if (kPasses > kCount && token % kPasses != 0) return;
-      const int64_t first = kPasses > 1 ? d / kElements % kPasses * kShare : 0;
-      unrolled<kTimes>([&](auto i) __attribute__((always_inline)) {
-        const T* const* ahead = rows + token + (kTimes - i) * step_;
-        for (int r = 0; r < kShare; ++r) {
-          // By the first of a group, as finding each row would take as long as asking for it.
-          const T* row = kAsk == Ask::kGroups ? ahead[0] + (first + r) * stride_ : ahead[first + r];
-          for (int l = 0; l < (kBytes + kLine - 1) / kLine; ++l) __builtin_prefetch(row + d + l * kLine / sizeof(T));
-        }
-      });
+  PAGED_KV_INLINE void beside(const Group& group, uint64_t token, uint64_t d) const {
+    auto ask = [&](const T* const* ahead, uint64_t offset, int elements) __attribute__((always_inline)) {
+      const int64_t unit = forget(unit_);
+      for (const int times : kDistances) {
+        const auto* place = reinterpret_cast<const char*>(ahead) + times * unit;
+        const T* row = forget(*reinterpret_cast<const T* const*>(place) + offset);
+        for (int i = 0; i < elements; i += kLine) __builtin_prefetch(row + i);
+      }
+    };
+    if constexpr (kAsk == Ask::kGroups) {
+      const uint64_t offset = group.offset + token * kElements;
+      if (kCount * kElements < kLine && offset % kLine != 0) return;
+      ask(group.rows, offset, kCount * kElements);
+    } else if constexpr (kAsk == Ask::kRows) {
+      if (kElements < kLine && d % kLine != 0) return;
+      for (int r = 0; r < kCount; ++r) ask(group.rows + token + r, d, kElements);
     }
   }
 
  private:
-  static constexpr int kLine = 64;  // bytes
+  static constexpr int kLine = 64 / sizeof(T);  // elements
   static constexpr bool kWide = kWidth == 16;
-  static constexpr int kTimes = sizeof(T) == 4 ? (kWide ? 6 : 3) : sizeof(T) == 2 ? (kWide ? 4 : 2) : (kWide ? 3 : 1);
-  // Half of an L1, which is 48 KiB on cores with AVX-512.
-  static constexpr int64_t kAhead = (kWide ? 24 : 16) << 10;  // bytes
+  // How far ahead a row is asked for, in units.
+  static constexpr auto distances() {
+    if constexpr (kWide) {
+      if constexpr (sizeof(T) == 4) {
+        return std::array{1, 2, 3, 4, 5, 6};
+      } else if constexpr (sizeof(T) == 2) {
+        return std::array{1, 2, 4, 6};
+      } else {
+        return std::array{1, 3};
+      }
+    } else {
+      if constexpr (sizeof(T) == 4) {
+        return std::array{2, 4, 6};
+      } else if constexpr (sizeof(T) == 2) {
+        return std::array{3, 6};
+      } else {
+        return std::array{3};
+      }
+    }
+  }
+  static constexpr auto kDistances = distances();
+  static constexpr int64_t kUnit = 3 << 10;  // bytes; six of them are some half of an L1
 
-  int64_t stride_;  // elements from a row to its neighbour
-  int64_t step_;    // rows from one request for a row to the next, whole groups
+  // A unit in whole groups of rows.
+  static int64_t unit_rows(int64_t row_bytes) {
+    const int64_t rows = (kUnit / row_bytes + kGroup / 2) / kGroup * kGroup;
+    constexpr int64_t kMost = RowOrder<T>::kReach / kDistances.back() / kGroup * kGroup;
+    return std::clamp<int64_t>(rows, kGroup, kMost);
+  }
+
+  uint64_t head_dim_;
+  int64_t unit_;  // bytes of a RowOrder
 };
 
 }  // namespace paged_kv::cpu::PAGED_KV_ISA
