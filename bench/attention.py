@@ -3,10 +3,11 @@
     python -m bench.attention [--parts PART ...] [--filter TEXT] [--seconds S] [--traces FOLDER] [--json FILE]
                               [--plot FILE]
 
-Every contender computes the same inputs and is checked before it is timed; then they take turns, and the medians over
-all turns are compared. Threads = cores. Block tables are scattered: a random permutation, as after long serving; or
-runs: a sequence's blocks lie one after the other. The limit is, for decode, a plain read of the same blocks in the
-same order; else PyTorch's matrix product of 1,024 x 1,024, in the faster of bfloat16 and float32.
+Every contender computes the same inputs and is checked before it is timed; then they take turns. Two are compared in
+each round of turns, and the median of these ratios counts, as a shared machine changes its speed between rounds; times
+and rates are medians over all. Threads = cores. Block tables are scattered: a random permutation, as after long
+serving; or runs: a sequence's blocks lie one after the other. The limit is, for decode, a plain read of the same blocks
+in the same order; else PyTorch's matrix product of 1,024 x 1,024, in the faster of bfloat16 and float32.
 
 Parts: cases, quantised, mixed (a chunk and decode rows in one call, and apart), window, latency, threads, lengths
 (decode over context length: what --plot draws), tables (the block manager's own, from a replay of Mooncake's
@@ -15,11 +16,13 @@ conversations in --traces: attention_tables.py) and efficiency (head sizes and r
 
 import argparse
 import json
+import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -129,7 +132,7 @@ class Bench:
             for entry, of_entry in zip(entries, times, strict=True):
                 for name, turn in entry.contenders.items():
                     time.sleep(0.05)  # until the threads of the one before have stopped spinning
-                    of_entry[name] += turn()
+                    of_entry[name].append(turn())
         results = [
             self.conclude(part, entry, of_entry) for entry, of_entry in zip(entries, times, strict=True)
         ]
@@ -138,37 +141,47 @@ class Bench:
             print(line(result), flush=True)
         return results
 
-    def conclude(self, part: str, entry: Entry, times: dict[str, list[float]]) -> dict:
-        """Times to what is printed and written: medians, rates and the limit's."""
+    def conclude(self, part: str, entry: Entry, rounds: dict[str, list[list[float]]]) -> dict:
+        """Times to what is printed and written: medians, of all and of each turn, rates and the limit's."""
         shape, is_decode = entry.shape, entry.shape.kind == "decode"
         seconds = {
-            name: dict(zip(("median", "low", "high"), spread(t), strict=True)) for name, t in times.items()
+            name: dict(zip(("median", "low", "high"), spread(list(chain(*turns))), strict=True))
+            for name, turns in rounds.items()
         }
+        turns = {name: [statistics.median(turn) for turn in turns] for name, turns in rounds.items()}
+        amount = shape.kv_bytes if is_decode else shape.flops
         limit_amount = shape.kv_bytes if is_decode else 2 * 1024**3
+        shares = [amount / limit_amount * ratio(turns[name], turns["paged_kv"]) for name in entry.limits]
         return {
             "part": part,
             "case": str(shape),
             "threads": self.threads,
             "kv_bytes": shape.kv_bytes,
             "flops": shape.flops,
-            "rate": (shape.kv_bytes if is_decode else shape.flops) / seconds["paged_kv"]["median"],
+            "rate": amount / seconds["paged_kv"]["median"],
             "limit_rate": max(limit_amount / seconds[name]["median"] for name in entry.limits),
+            "limit_share": min(shares),
             "unit": "B/s" if is_decode else "FLOP/s",
             "chosen": entry.chosen,
             "limits": entry.limits,
             "seconds": seconds,
+            "turns": turns,
         }
+
+
+def ratio(ones: list[float], others: list[float]) -> float:
+    """Of two that took turns, the median over the rounds."""
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
 
 
 def line(result: dict) -> str:
     seconds = {name: figures["median"] for name, figures in result["seconds"].items()}
-    ours = seconds.pop("paged_kv")
+    ours, turns = seconds.pop("paged_kv"), result["turns"]
     unit = {"B/s": "GB/s", "FLOP/s": "GFLOP/s"}[result["unit"]]
-    rate = f"{result['rate'] / 1e9:6.1f} {unit}, {result['rate'] / result['limit_rate']:4.0%} of "
-    rate += f"{result['limit_rate'] / 1e9:.1f}"
+    rate = f"{result['rate'] / 1e9:6.1f} {unit}, {result['limit_share']:4.0%} of {result['limit_rate'] / 1e9:.1f}"
     chosen = {name: f" [{choice}]" for name, choice in result["chosen"].items()}
     others = "".join(
-        f" | {name}{chosen.get(name, '')} {fine(t)}, x{t / ours:.2f}"
+        f" | {name}{chosen.get(name, '')} {fine(t)}, x{ratio(turns[name], turns['paged_kv']):.2f}"
         for name, t in seconds.items()
         if name not in result["limits"]
     )
@@ -190,11 +203,15 @@ def plain_read_of(result: dict) -> float:
     return result["seconds"]["plain read"]["median"]
 
 
+def turns_of(result: dict, name: str = "paged_kv") -> list[float]:
+    return result["turns"][name]
+
+
 def quantised(bench: Bench) -> None:
     entries = [bench.enter(shape, alone=True) for shape in QUANTISED]
     plain, *others = bench.measure_together("quantised", entries)
     for other in others:
-        print(f"  takes {ours_of(other) / ours_of(plain):.2f} of bfloat16's time")
+        print(f"  takes {ratio(turns_of(other), turns_of(plain)):.2f} of bfloat16's time")
 
 
 def mixed(bench: Bench) -> None:
@@ -243,7 +260,9 @@ def latency(bench: Bench) -> None:
 
 def window(bench: Bench) -> None:
     windowed, short = bench.measure_together("window", [bench.enter(shape, alone=True) for shape in WINDOW])
-    print(f"  the window takes {ours_of(windowed) / ours_of(short):.2f} of a context as long as the window")
+    print(
+        f"  the window takes {ratio(turns_of(windowed), turns_of(short)):.2f} of a context as long as the window"
+    )
 
 
 def threads(bench: Bench) -> None:
@@ -277,10 +296,12 @@ def tables(bench: Bench) -> None:
             inputs = Inputs(shape, blocks, moment.num_blocks)
             entries.append(bench.enter(shape, inputs, alone=(name, layout) != ("manager", "HND")))
         results = dict(zip(tables, bench.measure_together("tables", entries), strict=True))
-        times = {name: (ours_of(result), plain_read_of(result)) for name, result in results.items()}
         for name, result in results.items():
             result["neighbours"] = neighbours(tables[name])
-            ours, read = (time / best for time, best in zip(times[name], times["manager"], strict=True))
+            ours, read = (
+                ratio(turns_of(result, contender), turns_of(results["manager"], contender))
+                for contender in ("paged_kv", "plain read")
+            )
             print(
                 f"  {name}: {result['neighbours']:.1%} of the blocks follow the one before them; {ours:.2f} of the "
                 f"manager's time, a plain read {read:.2f}"

@@ -132,3 +132,17 @@ def test_what_is_compared_takes_turns(tmp_path):
         assert result["case"] == str(shape)
         assert result["rate"] == pytest.approx(2 * 64 * 8 * 128 * shape.dtype.itemsize / seconds)
         assert result["rate"] / result["limit_rate"] == pytest.approx(1e-3 / seconds)
+        assert result["limit_share"] == pytest.approx(1e-3 / seconds)
+
+
+def test_a_machine_that_slows_down_leaves_ratios_as_they_are(tmp_path):
+    """It does so in the third round, after the one that was read has had its turn."""
+    bench, turns = Bench([], seconds=0.0, folder=tmp_path, threads=1), []
+
+    def contender(seconds: float):
+        return lambda: [seconds * (1 if len(turns) < 6 else 3) for _ in range(turns.append(None) or 2)]
+
+    contenders = {"paged_kv": contender(2e-3), "plain read": contender(1e-3)}
+    (result,) = bench.measure_together("a part", [Entry(Shape(1, 64), contenders, ["plain read"], {})])
+    assert result["rate"] / result["limit_rate"] != pytest.approx(0.5)
+    assert result["limit_share"] == pytest.approx(0.5)
