@@ -81,7 +81,7 @@ FAILURES = [
     (errors.RollbackError, lambda m: m.rollback(["a", "b"], [5, 11])),
     (errors.RollbackError, lambda m: m.rollback(["a", "b"], [5, -1])),
     (UNKNOWN, lambda m: m.rollback(["a", "nobody"], [5, 5])),
-    (ValueError, lambda m: m.rollback(["a", "b"], [0.5, 1.5])),
+    (TypeError, lambda m: m.rollback(["a", "b"], [0.5, 1.5])),
     (errors.SharedBlockError, lambda m: m.allocate_token_slot("a", 11)),
     (ValueError, lambda m: m.allocate_token_slot("a", 12)),
     (ValueError, lambda m: m.allocate_token_slot("a", 0)),
