@@ -126,7 +126,8 @@ class PagedKVCache:
         self.num_blocks = self._choose_num_blocks(num_blocks, memory)
         try:
             self.device = torch.device(device)
-        except (RuntimeError, TypeError, ValueError):  # each of which has a page of torch's own
+            torch.empty(0, device=self.device)  # known by name, and not there: AssertionError
+        except (AssertionError, RuntimeError, TypeError, ValueError):  # each has a page of torch's own
             raise ValueError(f"device: expected a device that torch has, got {device!r}") from None
         self._layers = self._allocate()
 

@@ -167,6 +167,7 @@ def test_sized_by_bytes(dtype):
         ({"dtype": np.zeros(2)}, r"dtype: expected torch\.float32 or .*, got array\(\[0\., 0\.\]\)"),
         ({"device": None}, "device: expected a device that torch has, got None"),
         ({"device": "gpu"}, "device: expected a device that torch has, got 'gpu'"),
+        ({"device": "cuda:99"}, "device: expected a device that torch has, got 'cuda:99'"),
         ({"layout": "DHN"}, "layout: expected 'HND' or 'NHD' or 'head_major', got 'DHN'"),
         ({"scales": "token"}, "scales: expected 'none', got 'token'"),
         ({"scales": "row", "dtype": torch.int8}, r"scales: expected 'token' or .* or 'none', got 'row'"),
