@@ -183,13 +183,25 @@ class Ours:
         self.args = (inputs.query, self.key_cache, self.value_cache, inputs.block_tables)
         self.args += (inputs.seq_lens, inputs.query_start_loc)
         query_lens, seq_lens = zip(*shape.lens, strict=True)
-        self.options = {"max_query_len": max(query_lens), "max_seq_len": max(seq_lens), "scale": inputs.scale}
-        self.options |= {"window": shape.window, **scales}
+        self.max_query_len, self.max_seq_len = max(query_lens), max(seq_lens)
+        self.scale, self.window = inputs.scale, shape.window
+        self.k_scale, self.v_scale = scales.get("k_scale"), scales.get("v_scale")
         self.out = torch.empty_like(inputs.query)
         self.lse = torch.empty(inputs.query.shape[:2])
 
     def __call__(self) -> Tensor:
-        paged_kv.ops.paged_attention(*self.args, **self.options, out=self.out, lse=self.lse)
+        # Each argument by its name, as the peers' are: what a call from Python takes is measured, too.
+        paged_kv.ops.paged_attention(
+            *self.args,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+            scale=self.scale,
+            window=self.window,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            out=self.out,
+            lse=self.lse,
+        )
         return self.out
 
 

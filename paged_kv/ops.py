@@ -40,8 +40,10 @@ from numbers import Number
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.compiler import is_dynamo_compiling
 
 from . import _fake  # noqa: F401  loading it registers the ops and their fake implementations
+from .build_info import native
 
 __all__ = [
     "copy_blocks",
@@ -54,6 +56,8 @@ __all__ = [
 ]
 
 _ops = torch.ops.paged_kv
+# The ops that a model calls in every layer, 2 us sooner: they answer NotImplemented where torch.ops must be called.
+_reshape_and_cache, _paged_attention = native.direct_calls("paged_kv")
 
 
 def reshape_and_cache(
@@ -87,11 +91,9 @@ def reshape_and_cache(
         ValueError: an argument is not as said, a slot is ``N * B`` or above or stands twice, or a scale
             that is read is not finite and above 0. Nothing has been written.
     """
-    try:
-        _ops.reshape_and_cache.default(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    except RuntimeError as error:
-        _check_types(error, _ops.reshape_and_cache.default, locals())
-        raise
+    args = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    if is_dynamo_compiling() or _reshape_and_cache(*args) is NotImplemented:
+        _call(_ops.reshape_and_cache.default, *args)
 
 
 def reshape_and_cache_dynamic(
@@ -121,13 +123,8 @@ def reshape_and_cache_dynamic(
     Raises:
         ValueError: as in `reshape_and_cache`.
     """
-    try:
-        _ops.reshape_and_cache_dynamic.default(
-            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
-        )
-    except RuntimeError as error:
-        _check_types(error, _ops.reshape_and_cache_dynamic.default, locals())
-        raise
+    op = _ops.reshape_and_cache_dynamic.default
+    _call(op, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
 def paged_attention(
@@ -209,26 +206,27 @@ def paged_attention(
             maximum is too small, or a table entry in use is no block's id.
     """
     args = (query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
-    args += (max_query_len, max_seq_len, scale)
-    # Each argument costs 0.1 us to hand over, so the defaults are left to the schema.
-    without = alibi_slopes is None and sinks is None and k_scale is None and v_scale is None
-    usual = (
-        causal is True and type(window) is int and window == -1 and type(softcap) is float and softcap == 0
+    args += (
+        max_query_len,
+        max_seq_len,
+        scale,
+        causal,
+        window,
+        softcap,
+        alibi_slopes,
+        sinks,
+        k_scale,
+        v_scale,
     )
-    if not (without and usual):
-        args += (causal, window, softcap, alibi_slopes, sinks, k_scale, v_scale)
-    op = _ops.paged_attention.default
-    try:
-        if out is None and lse is None:
-            return op(*args)
-        if out is None or lse is None:
-            raise _not_both("paged_attention", out=out, lse=lse)
-        op = _ops.paged_attention.out
-        op(*args, out=out, lse=lse)
-        return out, lse
-    except RuntimeError as error:
-        _check_types(error, op, locals())
-        raise
+    if not is_dynamo_compiling():
+        result = _paged_attention(*args, out, lse)
+        if result is not NotImplemented:
+            return result
+    if out is None and lse is None:
+        return _call(_ops.paged_attention.default, *args)
+    _expect_both("paged_attention", out=out, lse=lse)
+    _call(_ops.paged_attention.out, *args, out=out, lse=lse)
+    return out, lse
 
 
 def copy_blocks(key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
@@ -252,11 +250,7 @@ def copy_blocks(key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], bl
         if isinstance(caches, Tensor) or not isinstance(caches, Iterable):
             raise _wrong_type("copy_blocks", name, "List[Tensor]", caches)
     key_caches, value_caches = list(key_caches), list(value_caches)
-    try:
-        _ops.copy_blocks.default(key_caches, value_caches, block_mapping)
-    except RuntimeError as error:
-        _check_types(error, _ops.copy_blocks.default, locals())
-        raise
+    _call(_ops.copy_blocks.default, key_caches, value_caches, block_mapping)
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
@@ -273,11 +267,7 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     Raises:
         ValueError: an argument is not as said, or an id is out of range. Nothing has been copied.
     """
-    try:
-        _ops.swap_blocks.default(src, dst, block_mapping)
-    except RuntimeError as error:
-        _check_types(error, _ops.swap_blocks.default, locals())
-        raise
+    _call(_ops.swap_blocks.default, src, dst, block_mapping)
 
 
 def gather_kv(
@@ -313,18 +303,11 @@ def gather_kv(
             in use is no block's id.
     """
     args = (key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale)
-    op = _ops.gather_kv.default
-    try:
-        if key is None and value is None:
-            return op(*args)
-        if key is None or value is None:
-            raise _not_both("gather_kv", key=key, value=value)
-        op = _ops.gather_kv.out
-        op(*args, key=key, value=value)
-        return key, value
-    except RuntimeError as error:
-        _check_types(error, op, locals())
-        raise
+    if key is None and value is None:
+        return _call(_ops.gather_kv.default, *args)
+    _expect_both("gather_kv", key=key, value=value)
+    _call(_ops.gather_kv.out, *args, key=key, value=value)
+    return key, value
 
 
 def merge_attention_states(
@@ -356,25 +339,29 @@ def merge_attention_states(
         ValueError: an argument is not as said.
     """
     args = (out_a, lse_a, out_b, lse_b)
-    op = _ops.merge_attention_states.default
+    if out is None and lse is None:
+        return _call(_ops.merge_attention_states.default, *args)
+    _expect_both("merge_attention_states", out=out, lse=lse)
+    _call(_ops.merge_attention_states.out, *args, out=out, lse=lse)
+    return out, lse
+
+
+def _expect_both(op: str, **given: Tensor | None) -> None:
+    """Of two tensors to write into, which are given together, neither is missing."""
+    (first, a), (second, b) = given.items()
+    if a is None or b is None:
+        present, missing = (second, first) if a is None else (first, second)
+        raise ValueError(f"paged_kv::{op}: {missing}: expected a tensor, as {present} is one, got None")
+
+
+def _call(op: OpOverload, *args: object, **written: Tensor) -> object:
+    """Calls an op of torch.ops; `args` are those of its schema by position, none left out."""
     try:
-        if out is None and lse is None:
-            return op(*args)
-        if out is None or lse is None:
-            raise _not_both("merge_attention_states", out=out, lse=lse)
-        op = _ops.merge_attention_states.out
-        op(*args, out=out, lse=lse)
-        return out, lse
+        return op(*args, **written)
     except RuntimeError as error:
-        _check_types(error, op, locals())
+        names = (argument.name for argument in op._schema.arguments)
+        _check_types(error, op, dict(zip(names, args, strict=False)) | written)
         raise
-
-
-def _not_both(op: str, **given: Tensor | None) -> ValueError:
-    """Of the two tensors to write into, which are given together, one is missing."""
-    (first, a), (second, _) = given.items()
-    present, missing = (second, first) if a is None else (first, second)
-    return ValueError(f"paged_kv::{op}: {missing}: expected a tensor, as {present} is one, got None")
 
 
 _TYPES = {

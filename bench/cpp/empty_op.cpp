@@ -1,5 +1,5 @@
-// torch.ops.paged_kv_bench.empty_op: takes what paged_attention.out takes and does nothing with it. How long that takes
-// from Python is the least that paged_attention can take; bench/attention.py compiles it for itself.
+// torch.ops.paged_kv_bench.empty_op: takes what paged_attention.out takes and does nothing with it, which tells what a
+// call through torch.ops takes; bench/attention.py compiles it for itself.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 

@@ -1,4 +1,5 @@
-// The Python module paged_kv._C: loading it registers the ops; its functions choose the CPU kernels' instruction set.
+// The Python module paged_kv._C: loading it registers the ops; its functions choose the CPU kernels' instruction set,
+// and make functions that call ops.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -6,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/direct.h"
 #include "cpu/kernels.h"
 
 namespace py = pybind11;
@@ -50,4 +52,8 @@ PYBIND11_MODULE(_C, m) {
         if (std::string error = choose_isa("name", name); !error.empty()) throw py::value_error(error);
       },
       py::arg("name"));
+  m.def(
+      "direct_calls",
+      [](const std::string& library) { return py::reinterpret_steal<py::object>(bindings::direct_calls(library)); },
+      py::arg("library"));
 }

@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 import paged_kv.ops
+from paged_kv.build_info import native
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("CUDA_ON_CPU_FOLDER", ROOT / "build" / "cuda_on_cpu"))  # of the libraries
@@ -17,12 +18,13 @@ PLAIN, CHECKED = "paged_kv_cuda_on_cpu", "paged_kv_cuda_checked"
 
 
 def load_ops(name: str = PLAIN, folder: Path = FOLDER) -> ModuleType:
-    """A second copy of the module `paged_kv.ops`, which calls ``torch.ops.<name>`` instead."""
+    """A second copy of the module `paged_kv.ops`, which calls the ops of ``torch.ops.<name>`` instead."""
     torch.ops.load_library(folder / f"lib{name}.so")
     spec = importlib.util.spec_from_file_location(f"paged_kv._{name}_ops", paged_kv.ops.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module._ops = getattr(torch.ops, name)
+    module._reshape_and_cache, module._paged_attention = native.direct_calls(name)
     return module
 
 
