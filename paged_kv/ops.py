@@ -21,12 +21,12 @@ the batch, or the number of threads.
 
 **Errors.** A wrong dtype, device, stride, shape or value raises `ValueError` with one sentence that names
 the op, the argument, what was expected and what came; checks run in this order, before anything is written,
-so every tensor is left as it was. What is of another Python type, such as an array where a tensor is expected, raises
-`TypeError` with such a sentence. Values in tensors (ids, lengths, scales) are checked on the CPU; on CUDA
-with ``PAGED_KV_CUDA_CHECKS=1`` in the environment only, as each call then waits for the device. Tensors of
-several devices raise too, but for `swap_blocks`. A tensor that is written has every element at an address of its
-own and shares none with another argument. No op has a backward: what one returns or writes while an argument
-wants a gradient has a history, through which `backward()` raises `RuntimeError`.
+so every tensor is left as it was. What is of another Python type, such as an array where a tensor is expected
+or a bool where a number is, raises `TypeError` with such a sentence. Values in tensors (ids, lengths, scales)
+are checked on the CPU; on CUDA with ``PAGED_KV_CUDA_CHECKS=1`` in the environment only, as each call then waits
+for the device. Tensors of several devices raise too, but for `swap_blocks`. A tensor that is written has every
+element at an address of its own and shares none with another argument. No op has a backward: what one returns or
+writes while an argument wants a gradient has a history, through which `backward()` raises `RuntimeError`.
 
 All ops work under ``torch.compile(fullgraph=True, dynamic=True)`` without a new compilation per length. As
 always there, sizes and numbers of 0 and 1 get a graph of their own.
@@ -34,9 +34,11 @@ always there, sizes and numbers of 0 and 1 get a graph of their own.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from numbers import Number
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -222,6 +224,11 @@ def paged_attention(
         result = _paged_attention(*args, out, lse)
         if result is not NotImplemented:
             return result
+        numbers = (max_query_len, max_seq_len, scale, window, softcap)
+        if (
+            bool in map(type, numbers) or type(causal) is not bool
+        ):  # torch takes True for 1, and None for False
+            _check_types(None, _ops.paged_attention.default, args)
     if out is None and lse is None:
         return _call(_ops.paged_attention.default, *args)
     _expect_both("paged_attention", out=out, lse=lse)
@@ -359,8 +366,7 @@ def _call(op: OpOverload, *args: object, **written: Tensor) -> object:
     try:
         return op(*args, **written)
     except RuntimeError as error:
-        names = (argument.name for argument in op._schema.arguments)
-        _check_types(error, op, dict(zip(names, args, strict=False)) | written)
+        _check_types(error, op, args, **written)
         raise
 
 
@@ -374,24 +380,36 @@ _TYPES = {
 }
 """What the types of the schemas are called in errors."""
 
+_BOUNDS = {"int": "a 64-bit integer", "float": "a finite float32"}
+"""What torch can't make of an integer is out of these."""
 
-def _check_types(error: RuntimeError, op: OpOverload, given: dict[str, object]) -> None:
-    """Of a call that raised `error`, which of the arguments `given` was of a wrong type is told in our words.
+
+def _check_types(
+    error: RuntimeError | None, op: OpOverload, args: Sequence[object], **written: Tensor
+) -> None:
+    """Of a call that raised `error`, or is to be made, which argument is of a wrong type is told in our words.
 
     Torch's own are a page, and for None, which it takes for a tensor, it has none. Only afterwards, as looking at
     each argument before the call would take as long as handing them over.
     """
     name = op._schema.name.rpartition("::")[2]
-    for argument in op._schema.arguments:
-        value, kind = given[argument.name], str(argument.type)
+    for argument, value in zip(op._schema.arguments, (*args, *written.values()), strict=True):
+        kind = str(argument.type)
         if kind == "List[Tensor]":
             for place, tensor in enumerate(value):
                 if not isinstance(tensor, Tensor):
                     raise _wrong_type(name, f"{argument.name}[{place}]", "Tensor", tensor) from None
-        if f" for argument '{argument.name}' " in str(error) or (value is None and kind == "Tensor"):
+        refused = f" for argument '{argument.name}' " in str(error)
+        if refused and kind in _BOUNDS and isinstance(value, int):
+            words = f"expected {_BOUNDS[kind]}, got {reprlib.repr(value)}"
+            raise ValueError(f"paged_kv::{name}: {argument.name}: {words}") from None
+        if kind in ("int", "float", "bool"):
+            refused = refused or isinstance(value, bool) != (kind == "bool")
+        if refused or (value is None and kind == "Tensor"):
             raise _wrong_type(name, argument.name, kind, value) from None
 
 
 def _wrong_type(op: str, name: str, kind: str, value: object) -> TypeError:
-    got = repr(value) if value is None or isinstance(value, str | Number) else type(value).__name__
+    scalar = value is None or isinstance(value, str | Number | np.generic)
+    got = repr(value) if scalar else type(value).__name__
     return TypeError(f"paged_kv::{op}: {name}: expected {_TYPES.get(kind, kind)}, got {got}")

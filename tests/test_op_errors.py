@@ -145,8 +145,8 @@ TENSOR, NUMBER, INTEGER = "a tensor", "a number", "a 64-bit integer"
 WRONG_TYPES = {  # what is expected of an argument of such a type, and what is not one
     Tensor: (TENSOR, [np.zeros(3), [1, 2], 1.5, "x", None]),
     list: ("a sequence of tensors", [torch.zeros(2, 2), 3, None]),
-    float: (NUMBER, [[0.5], "0.5", None, 1j]),
-    int: (INTEGER, [[1], "1", 1.0, None, 2**63, np.zeros(2), torch.zeros(2)]),
+    float: (NUMBER, [[0.5], "0.5", None, 1j, True, False]),
+    int: (INTEGER, [[1], "1", 1.0, None, True, False, np.zeros(2), torch.zeros(2)]),
 }
 
 
@@ -178,7 +178,12 @@ def test_another_python_type_is_told_in_a_sentence(call):
         ("window", np.zeros(2), f"{INTEGER}, got ndarray"),
         ("softcap", np.zeros(2), f"{NUMBER}, got ndarray"),
         ("softcap", None, f"{NUMBER}, got None"),
+        ("window", True, f"{INTEGER}, got True"),
+        ("softcap", False, f"{NUMBER}, got False"),
         ("causal", "yes", "True or False, got 'yes'"),
+        ("causal", None, "True or False, got None"),
+        ("causal", 1, "True or False, got 1"),
+        ("causal", np.True_, f"True or False, got {np.True_!r}"),
         ("sinks", 0.0, f"{TENSOR} or None, got 0.0"),
     ],
 )
@@ -186,6 +191,22 @@ def test_so_it_is_where_the_schema_has_a_default(name, value, words):
     with pytest.raises(TypeError) as error:
         ops.paged_attention(**VALID["paged_attention"]() | {name: value})
     assert str(error.value) == f"paged_kv::paged_attention: {name}: expected {words}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("max_query_len", 2**63, f"{INTEGER}, got {2**63}"),
+        ("max_seq_len", -(2**63) - 1, f"{INTEGER}, got {-(2**63) - 1}"),
+        ("window", 2**63, f"{INTEGER}, got {2**63}"),
+        ("scale", 10**400, "a finite float32, got 1000"),
+        ("softcap", -(10**400), "a finite float32, got -1000"),
+    ],
+)
+def test_an_integer_beyond_what_is_counted_in_is_told_in_a_sentence(name, value, words):
+    with pytest.raises(ValueError, match=f"^paged_kv::paged_attention: {name}: expected {words}") as error:
+        ops.paged_attention(**VALID["paged_attention"]() | {name: value})
+    assert len(str(error.value)) < 120
 
 
 @pytest.mark.parametrize("caches", [[None], (torch.zeros(N, 2), np.zeros(2))])
