@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 
 from . import _memory, ops
-from ._arguments import check_flag, check_instance, check_integer
+from ._arguments import check_choice, check_flag, check_instance, check_integer, lists_integers
 
 __all__ = ["LayerCache", "PagedKVCache"]
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 # The order in which the elements of one layer's keys (or values) lie in memory, slowest first: block, head,
 # slot, element of the head.
@@ -81,7 +82,7 @@ class PagedKVCache:
         ValueError: an argument is out of its range, not both or none of `num_blocks` and `memory` is given,
             or `memory` does not hold one block. The sentence names the argument, what was expected and what
             came.
-        TypeError: a number or a flag is something else; with such a sentence.
+        TypeError: an argument is of another type; with such a sentence.
         MemoryError: the system does not give that much memory.
 
     Example:
@@ -109,12 +110,12 @@ class PagedKVCache:
     ) -> None:
         num_layers = check_integer("num_layers", num_layers, 1)
         self.block_size = check_integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
-        _check_choice("dtype", dtype, (*_FLOATS, *_QUANTISED))
-        _check_choice("layout", layout, tuple(_LAYOUTS))
-        quantised = dtype in _QUANTISED
+        check_choice("dtype", dtype, (*FLOATS, *QUANTISED))
+        check_choice("layout", layout, tuple(_LAYOUTS))
+        quantised = dtype in QUANTISED
         if scales is None:
             scales = "token" if quantised else "none"
-        _check_choice("scales", scales, _SCALES if quantised else ("none",))
+        check_choice("scales", scales, _SCALES if quantised else ("none",))
         check_flag("interleaved", interleaved)
 
         self.num_kv_heads = _per_layer("num_kv_heads", num_kv_heads, num_layers)
@@ -124,10 +125,12 @@ class PagedKVCache:
         self.interleaved = interleaved
         self.scales = scales
         self.num_blocks = self._choose_num_blocks(num_blocks, memory)
+        if not isinstance(device, (str, torch.device)):
+            raise TypeError(f"device: expected a device that torch has, got {device!r}")
         try:
             self.device = torch.device(device)
             torch.empty(0, device=self.device)  # known by name, and not there: AssertionError
-        except (AssertionError, RuntimeError, TypeError, ValueError):  # each has a page of torch's own
+        except (AssertionError, RuntimeError, ValueError):  # each has a page of torch's own
             raise ValueError(f"device: expected a device that torch has, got {device!r}") from None
         self._layers = self._allocate()
 
@@ -184,8 +187,8 @@ class PagedKVCache:
     def copy_blocks(self, block_mapping: Tensor | Sequence[tuple[int, int]]) -> None:
         """Copies blocks (source, destination) within every layer, per-token scales too, in one call.
 
-        A destination stands once and is no source. Raises ValueError on ids out of range, and copies nothing
-        then.
+        A destination stands once and is no source. Raises ValueError on ids out of range and TypeError on what are
+        no ids, and copies nothing then.
         """
         keys = [t for layer in self for t in self._blocked(layer.key, layer.k_scale)]
         values = [t for layer in self for t in self._blocked(layer.value, layer.v_scale)]
@@ -326,15 +329,16 @@ def _pairs(block_mapping: Tensor | np.ndarray | Sequence[tuple[int, int]]) -> Te
     """int64 ``[K, 2]``; what is wrong with a tensor is for the op to say."""
     if isinstance(block_mapping, Tensor):
         return block_mapping
-    try:
-        pairs = np.asarray(block_mapping)
-    except ValueError:  # rows of several lengths
-        raise ValueError(f"block_mapping: expected pairs of block ids, got {block_mapping!r}") from None
-    if not pairs.size:
-        return torch.zeros(0, 2, dtype=torch.int64)
-    if pairs.dtype.kind not in "iu" or pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise ValueError(f"block_mapping: expected pairs of block ids, got {block_mapping!r}")
-    return torch.from_numpy(pairs.astype(np.int64))
+    error: type[Exception] = TypeError
+    if lists_integers(block_mapping):
+        error = ValueError
+        with suppress(OverflowError, ValueError):  # beyond 64 bits; rows of several lengths
+            pairs = np.array(block_mapping, np.int64)
+            if not pairs.size:
+                return torch.zeros(0, 2, dtype=torch.int64)
+            if pairs.ndim == 2 and pairs.shape[1] == 2:
+                return torch.from_numpy(pairs)
+    raise error(f"block_mapping: expected pairs of block ids, got {block_mapping!r}")
 
 
 def _per_layer(
@@ -349,8 +353,3 @@ def _per_layer(
             f"{name}: expected one number, or one for each of {num_layers} layers, got {len(values)}"
         )
     return tuple(check_integer(name, number, 1, high) for number in values)
-
-
-def _check_choice(name: str, value: object, choices: tuple) -> None:
-    if not isinstance(value, Hashable) or value not in choices:  # an array equals each in places
-        raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")

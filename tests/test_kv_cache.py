@@ -164,8 +164,6 @@ def test_sized_by_bytes(dtype):
             {"dtype": torch.float64},
             r"dtype: expected torch\.float32 or torch\.float16 or .*, got torch\.float64",
         ),
-        ({"dtype": np.zeros(2)}, r"dtype: expected torch\.float32 or .*, got array\(\[0\., 0\.\]\)"),
-        ({"device": None}, "device: expected a device that torch has, got None"),
         ({"device": "gpu"}, "device: expected a device that torch has, got 'gpu'"),
         ({"device": "cuda:99"}, "device: expected a device that torch has, got 'cuda:99'"),
         ({"layout": "DHN"}, "layout: expected 'HND' or 'NHD' or 'head_major', got 'DHN'"),
@@ -195,6 +193,13 @@ def test_wrong_arguments_are_named(kwargs, message):
         ),
         ({"block_size": None}, "block_size: expected an integer from 1 to 1024, got None"),
         ({"interleaved": "no"}, "interleaved: expected True or False, got 'no'"),
+        ({"dtype": "float32"}, r"dtype: expected torch\.float32 or .* or torch\.int8, got 'float32'"),
+        ({"dtype": np.zeros(2)}, r"dtype: expected torch\.float32 or .*, got array\(\[0\., 0\.\]\)"),
+        ({"layout": 1}, "layout: expected 'HND' or 'NHD' or 'head_major', got 1"),
+        ({"scales": 5}, "scales: expected 'none', got 5"),
+        ({"scales": ["token"], "dtype": torch.int8}, r"scales: expected 'token' or .*, got \['token'\]"),
+        ({"device": None}, "device: expected a device that torch has, got None"),
+        ({"device": 5}, "device: expected a device that torch has, got 5"),
     ],
     ids=str,
 )
@@ -329,16 +334,22 @@ def test_wrong_copies_raise_and_copy_nothing(mapping):
 
 
 @pytest.mark.parametrize(
-    "mapping", ([(0.5, 1)], [(True, False)], [0, 1], [(0, 1, 2)], [(0, 1), (2,)], "01", 3)
+    ("error", "mappings"),
+    [
+        (ValueError, ([0, 1], [(0, 1, 2)], [(0, 1), (2,)], [(2**70, 1)], [(0, 2**63)], np.array([0, 1]))),
+        (TypeError, (None, 3, "01", {0: 1}, {(0, 1)}, iter([(0, 1)]), np.int64(1), b"01")),
+        (TypeError, ([(0.5, 1)], [(True, False)], [(0, 1), (True, 2)], [(0, None)], ["01"], [None])),
+        (TypeError, (np.ones((1, 2)), np.ones((1, 2), bool), np.array([(0, None)]))),
+    ],
 )
-def test_what_are_no_pairs_is_not_taken_for_some(mapping):
+def test_what_are_no_pairs_is_not_taken_for_some(error, mappings):
     cache = fill(make())
     before = [t.clone() for t in tensors(cache)]
-    for call in (cache.copy_blocks, lambda pairs: cache.swap_blocks(make(), pairs)):
-        with pytest.raises(
-            ValueError, match=f"^block_mapping: expected pairs of block ids, got {re.escape(repr(mapping))}$"
-        ):
-            call(mapping)
+    for mapping in mappings:
+        message = f"^block_mapping: expected pairs of block ids, got {re.escape(repr(mapping))}$"
+        for call in (cache.copy_blocks, lambda pairs: cache.swap_blocks(make(), pairs)):
+            with pytest.raises(error, match=message):
+                call(mapping)
     for now, then in zip(tensors(cache), before, strict=True):
         assert_same_bits(now, then, "untouched")
 
