@@ -24,12 +24,11 @@ __all__ = [
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
     """`value`, an integer of Python's or numpy's in that range, as Python's."""
+    known = _is_integer(value)
+    if known and low <= value and (high is None or value <= high):
+        return int(value)
     expected = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-    if not _is_integer(value):
-        raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
-    return int(value)
+    raise (ValueError if known else TypeError)(f"{name}: expected {expected}, got {value!r}")
 
 
 def check_real(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> float:
@@ -81,4 +80,4 @@ def lists_integers(value: object) -> bool:
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))

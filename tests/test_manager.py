@@ -86,9 +86,9 @@ def test_unknown_and_repeated_sequences_are_refused():
         m.append(["a", "a"], [1, 1])
     with pytest.raises(DuplicateSequenceError, match="'a' is admitted already"):
         m.admit("a", 1)
-    with pytest.raises(ValueError, match="one entry for each of the 1 sequences, not 2"):
+    with pytest.raises(ValueError, match="one entry for each of the 1 sequences, got 2"):
         m.append(["a"], [1, 1])
-    with pytest.raises(ValueError, match="at least 0, not -1"):
+    with pytest.raises(ValueError, match="at least 0, got -1"):
         m.append(["a"], [-1])
     assert m.seq_len("a") == 3
 
@@ -121,9 +121,9 @@ def test_allocate_token_slot_counts_up():
     blocks = [m.allocate_token_slot("a", n) for n in range(1, 6)]
     assert blocks[0] == blocks[1] != blocks[2] == blocks[3] != blocks[4]
     assert m.allocate_token_slot("a", 3) == blocks[2]
-    with pytest.raises(ValueError, match="from 1 to 6, not 7"):
+    with pytest.raises(ValueError, match="from 1 to 6, got 7"):
         m.allocate_token_slot("a", 7)
-    with pytest.raises(ValueError, match="from 1 to 6, not 0"):
+    with pytest.raises(ValueError, match="from 1 to 6, got 0"):
         m.allocate_token_slot("a", 0)
     m.fork("a", "b")
     with pytest.raises(SharedBlockError, match="use append"):

@@ -54,7 +54,7 @@ def test_a_beam_step_that_cannot_be_changes_nothing():
         m.reorder([0, 1], [1, 7])
     with pytest.raises(DuplicateSequenceError):
         m.reorder([0, 0], [1, 1])
-    with pytest.raises(ValueError, match="one entry for each of the 2 seq_ids, not 1"):
+    with pytest.raises(ValueError, match="one entry for each of the 2 seq_ids, got 1"):
         m.reorder([0, 1], [1])
     assert (m.block_tables([0, 1]).tolist(), m.stats()) == before
     m.check()

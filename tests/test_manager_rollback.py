@@ -68,7 +68,7 @@ def test_lookahead_over_several_blocks_survives_until_rollback():
     m.append(["a"], [[5]], lookahead=9)
     m.rollback(["a"], [5])  # takes nothing back but the lookahead
     assert m.stats().num_used_blocks == 2
-    with pytest.raises(ValueError, match="at least 0, not -1"):
+    with pytest.raises(ValueError, match="at least 0, got -1"):
         m.append(["a"], [[1]], lookahead=-1)
 
 
@@ -158,5 +158,10 @@ def test_lookahead_that_does_not_fit_is_refused_whole():
 @pytest.mark.parametrize("lengths", [[5], [3]])
 def test_commit_takes_lengths_between_computed_and_appended(lengths):
     m = opened(4)
-    with pytest.raises(ValueError, match="must be between 4 and 4"):
+    with pytest.raises(ValueError, match=r"^seq_lens: expected 4 for sequence 'a', got"):
         m.commit(["a"], lengths)
+    m.append(["a"], [[5, 6]])
+    with pytest.raises(
+        ValueError, match=r"^seq_lens: expected an integer from 4 to 6 for sequence 'a', got 3"
+    ):
+        m.commit(["a"], [3])

@@ -113,7 +113,7 @@ def test_sharegpt_prompts_hold_what_was_said_before(tmp_path):
             "line 1: expected one hash id for every 512 of input_length, got 3 for 2500",
         ),
         (AZURE + "x,1,2", "line 4 is no Azure request: Invalid isoformat string: 'x'"),
-        (AZURE.replace("4808", "0"), "line 2: ContextTokens must be at least 1, not 0"),
+        (AZURE.replace("4808", "0"), "line 2: expected ContextTokens of at least 1, got 0"),
         (AZURE.replace(",8", ""), "line 3 is no Azure request"),
         (AZURE + '"' + "a" * 200_000, "field larger than field limit"),
         (

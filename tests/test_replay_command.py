@@ -86,7 +86,7 @@ def test_a_picture_is_drawn(trace, tmp_path, capsys, arguments):
         (["."], "cannot read .: Is a directory"),
         (
             ["{trace}", "--block-size", "0"],
-            "argument --block-size: expected an integer of at least 1, got '0'",
+            "argument --block-size: expected an integer from 1 to 2147483647, got '0'",
         ),
         (
             ["{trace}", "--memory", "lots"],
@@ -111,7 +111,14 @@ def test_a_picture_is_drawn(trace, tmp_path, capsys, arguments):
             ["{trace}", "--memory", "9" * 400],
             "argument --memory: expected bytes, as 512MiB or 40GiB, got '999",
         ),
-        (["{trace}", "--num-blocks", "9" * 17], "there is not so much memory"),
+        (
+            ["{trace}", "--num-blocks", "9" * 17],
+            "argument --num-blocks: expected an integer from 1 to 2147483647, got '99999999999999999'",
+        ),
+        (
+            ["{trace}", "--memory", "9" * 17],
+            "argument --memory: expected at most 2147483647 times the 2097152 bytes of one block",
+        ),
         (
             ["{trace}", "--num-blocks", "4"],
             "no request fits the pool of 4 blocks of 16 slots: the smallest needs 40",

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+from .._arguments import check_integer
 from .._manager import hash_blocks
-from .arguments import instance, integer, is_listing
+from .arguments import instance, is_listing
 
 BYTES_PER_TOKEN = 4
 
@@ -36,12 +37,12 @@ class ContentKey:
     def __post_init__(self) -> None:
         instance("kind", self.kind, str, "text")
         instance("value", self.value, (str, bytes), "text or bytes")
-        object.__setattr__(self, "start", integer("start", self.start, 0))
+        object.__setattr__(self, "start", check_integer("start", self.start, 0))
         if self.stop is not None:
-            object.__setattr__(self, "stop", integer("stop", self.stop, 1))
+            object.__setattr__(self, "stop", check_integer("stop", self.stop, 1))
         if self.start if self.stop is None else self.start >= self.stop:
             raise ValueError(
-                f"start must come before stop, and be 0 without a stop, not {self.start}, {self.stop}"
+                f"start: expected less than stop, or 0 without a stop, got {self.start} and {self.stop}"
             )
         self.encode(0)  # raises here what could never be hashed
 
@@ -55,7 +56,7 @@ class ContentKey:
 def content_keys(keys: Sequence[ContentKey]) -> Sequence[ContentKey]:
     """The argument `keys` of a call, if it is what it should be."""
     if not is_listing(keys) or not all(isinstance(key, ContentKey) for key in keys):
-        raise TypeError(f"keys must be a sequence of ContentKey, not {keys!r}")
+        raise TypeError(f"keys: expected a sequence of ContentKey, got {keys!r}")
     return keys
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .._arguments import check_flag, check_integer, check_real
 from ..errors import (
     DuplicateSequenceError,
     OutOfBlocksError,
@@ -29,8 +30,7 @@ from ..errors import (
     SwappedSequenceError,
 )
 from .admission import Admission, Admissions, AdmissionStatus
-from .arguments import instance, integer, is_listing, window_sizes
-from .arguments import seconds as parse_seconds
+from .arguments import MAX_COUNT, hashable, instance, listing, window_sizes
 from .beams import take_over
 from .chain import ContentKey, TokenChain, content_keys
 from .events import Dropped, Event, Forked, Preempted, Recorder, SwappedIn, SwappedOut
@@ -103,26 +103,34 @@ class PagedKVCacheManager:
         pin_budget: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_blocks = integer("num_blocks", num_blocks, 1)
-        self.block_size = integer("block_size", block_size, 1)
+        self.num_blocks = check_integer("num_blocks", num_blocks, 1, MAX_COUNT)
+        self.block_size = check_integer("block_size", block_size, 1, MAX_COUNT)
         self.windows = window_sizes(windows)
-        instance("prefix_cache", prefix_cache, bool, "True or False")
+        check_flag("prefix_cache", prefix_cache)
         instance("identity", identity, str, "text")
-        instance("partial_hits", partial_hits, bool, "True or False")
-        num_host_blocks = integer("num_host_blocks", num_host_blocks, 0)
-        pin_budget = integer("pin_budget", self.num_blocks // 2 if pin_budget is None else pin_budget, 0)
+        check_flag("partial_hits", partial_hits)
+        num_host_blocks = check_integer("num_host_blocks", num_host_blocks, 0, MAX_COUNT)
+        pin_budget = check_integer(
+            "pin_budget", self.num_blocks // 2 if pin_budget is None else pin_budget, 0
+        )
         instance("clock", clock, Callable, "a function")
         self.identity = identity
         self._recorder = Recorder()
-        self._pool = BlockPool(self.num_blocks)
-        self._tables = SequenceTables(len(self.windows), self.block_size)
-        self._prefix = (
-            PrefixCache(self._pool, self.block_size, self.windows, self._recorder, partial_hits)
-            if prefix_cache
-            else None
-        )
-        self._publisher = Publisher(self._pool, self._tables, self._prefix, self._recorder)
-        self._swapper = Swapper(num_host_blocks, self._pool, self._tables, self._prefix)
+        try:
+            self._pool = BlockPool(self.num_blocks)
+            self._tables = SequenceTables(len(self.windows), self.block_size)
+            self._prefix = (
+                PrefixCache(self._pool, self.block_size, self.windows, self._recorder, partial_hits)
+                if prefix_cache
+                else None
+            )
+            self._publisher = Publisher(self._pool, self._tables, self._prefix, self._recorder)
+            self._swapper = Swapper(num_host_blocks, self._pool, self._tables, self._prefix)
+        except MemoryError:  # often without a word
+            sizes = f"{self.num_blocks}, {self.block_size} and {num_host_blocks}"
+            raise MemoryError(
+                f"num_blocks, block_size, num_host_blocks: expected what memory can keep account of, got {sizes}"
+            ) from None
         self._growth = Growth(
             self._pool, self._tables, self._prefix, self._swapper, self._recorder, self._publisher.publish
         )
@@ -154,7 +162,7 @@ class PagedKVCacheManager:
         if seq_id in self._tables:
             raise DuplicateSequenceError(seq_id, "is admitted already")
         if chunk_size is not None:
-            chunk_size = integer("chunk_size", chunk_size, 1)
+            chunk_size = check_integer("chunk_size", chunk_size, 1)
         num_tokens, prompt = parse_prompt(tokens)
         keys = content_keys(keys)
         if sum(self._admissions.most_blocks(num_tokens, chunk_size)) > self.num_blocks:
@@ -184,7 +192,7 @@ class PagedKVCacheManager:
         """
         self._publisher.publish()
         parent = self._tables.row(seq_id)
-        instance("child_id", child_id, Hashable, "hashable")
+        hashable("child_id", child_id)
         if child_id in self._tables:
             raise DuplicateSequenceError(child_id, "is admitted already")
         self._tables.room[parent] = 0
@@ -204,11 +212,10 @@ class PagedKVCacheManager:
         self._publisher.publish()
         tables = self._tables
         rows = tables.rows(seq_ids)
-        if not is_listing(parents):
-            raise TypeError(f"parents must be a sequence of ids, not {parents!r}")
+        listing("parents", parents, "a sequence of ids")
         if len(parents) != len(rows):
             raise ValueError(
-                f"parents must have one entry for each of the {len(rows)} seq_ids, not {len(parents)}"
+                f"parents: expected one entry for each of the {len(rows)} seq_ids, got {len(parents)}"
             )
         sources = np.array([tables.row(parent) for parent in parents], np.int64)
         moved = np.flatnonzero(rows != sources)
@@ -267,7 +274,7 @@ class PagedKVCacheManager:
         rows = tables.rows(seq_ids)
         batch = parse_batch(tokens, len(rows))
         if type(lookahead) is not int or lookahead < 0:
-            lookahead = integer("lookahead", lookahead, 0)
+            lookahead = check_integer("lookahead", lookahead, 0)
         self.expire_pins()
         old = None if batch.unknown is None else tables.seq_len[rows]
         if batch.counts is None and not lookahead:
@@ -300,9 +307,10 @@ class PagedKVCacheManager:
         if seq_lens is not None:
             most, lengths = lengths, parse_lengths("seq_lens", seq_lens, len(rows))
             for i in ((lengths > most) | (lengths < tables.computed_len[rows])).nonzero()[0].tolist():
+                low, high = tables.computed_len[rows[i]], most[i]
+                expected = f"{low}" if low == high else f"an integer from {low} to {high}"
                 raise ValueError(
-                    f"seq_lens of sequence {seq_ids[i]!r} must be between {tables.computed_len[rows[i]]} and"
-                    f" {most[i]}, not {lengths[i]}"
+                    f"seq_lens: expected {expected} for sequence {seq_ids[i]!r}, got {lengths[i]}"
                 )
         tables.computed_len[rows] = lengths
         self._publisher.pending = self._prefix is not None
@@ -355,7 +363,7 @@ class PagedKVCacheManager:
         opened = seq_id not in tables and current_seq_len == 1
         seq_len = 0 if opened else self.seq_len(seq_id)
         if type(current_seq_len) is not int or not 1 <= current_seq_len <= seq_len + 1:
-            current_seq_len = integer(f"current_seq_len of {seq_id!r}", current_seq_len, 1, seq_len + 1)
+            current_seq_len = check_integer(f"current_seq_len of {seq_id!r}", current_seq_len, 1, seq_len + 1)
         if opened and not self.admit(seq_id, 1).admitted:
             raise OutOfBlocksError(len(self.windows), self._pool.num_available)
         if current_seq_len == seq_len + 1:
@@ -380,7 +388,7 @@ class PagedKVCacheManager:
         num_tokens, prompt = parse_prompt(tokens)
         keys = content_keys(keys)
         if seconds is not None:
-            seconds = parse_seconds("seconds", seconds)
+            seconds = check_real("seconds", seconds, "a number of at least 0", lambda span: span >= 0)
         self._publisher.publish()
         self.expire_pins()
         match = Match.empty(len(self.windows))
@@ -550,7 +558,7 @@ class PagedKVCacheManager:
 
     def _check_group(self, group: int) -> None:
         if type(group) is not int or not 0 <= group < len(self.windows):
-            integer("group", group, 0, len(self.windows) - 1)
+            check_integer("group", group, 0, len(self.windows) - 1)
 
     def _set(self, seq_id: Hashable, group: int, start: int, blocks: list[int]) -> None:
         """The sequence's table names `blocks` from place `start` on."""

@@ -26,7 +26,7 @@ from ..errors import (
     ResidentSequenceError,
     UnknownSequenceError,
 )
-from .arguments import is_listing
+from .arguments import listing
 from .pool import BlockPool, expect
 from .prefix import PrefixCache
 from .tables import SavedRow, SequenceTables
@@ -80,8 +80,7 @@ class Swapper:
     def back(self, seq_ids: Sequence[Hashable]) -> Pairs:
         """Moves the sequences' entries to device blocks. Returns the (host, device) copies to make."""
         tables, host, pool = self.tables, self.host, self.pool
-        if not is_listing(seq_ids):
-            raise TypeError(f"seq_ids must be a sequence of ids, not {seq_ids!r}")
+        listing("seq_ids", seq_ids, "a sequence of ids")
         saved = [self._saved(seq_id) for seq_id in seq_ids]
         if len(set(seq_ids)) != len(saved):
             twice = next(seq_id for i, seq_id in enumerate(seq_ids) if seq_id in seq_ids[:i])

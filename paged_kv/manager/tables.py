@@ -22,7 +22,7 @@ import numpy as np
 
 from .._manager import RowArrays
 from ..errors import DuplicateSequenceError, SwappedSequenceError, UnknownSequenceError, UsageError
-from .arguments import hashable, is_listing
+from .arguments import hashable, is_listing, listing
 from .chain import TokenChain
 from .pool import expect
 
@@ -91,7 +91,7 @@ class SequenceTables:
         try:
             return seq_id in self.row_of or seq_id in self.away
         except TypeError:
-            hashable(seq_id)
+            hashable("seq_id", seq_id)
             raise
 
     def open(self, seq_id: Hashable, chain: TokenChain) -> int:
@@ -157,7 +157,7 @@ class SequenceTables:
         except KeyError:
             raise self._no_row(seq_id) from None
         except TypeError:
-            hashable(seq_id)
+            hashable("seq_id", seq_id)
             raise
 
     def rows(self, seq_ids: Sequence[Hashable]) -> np.ndarray:
@@ -166,14 +166,13 @@ class SequenceTables:
         try:
             if isinstance(seq_ids, list) and seq_ids == self._last_seq_ids:
                 return self._last_rows
-            if not is_listing(seq_ids):
-                raise TypeError(f"seq_ids must be a sequence of ids, not {seq_ids!r}")
+            listing("seq_ids", seq_ids, "a sequence of ids")
             rows = [row_of[seq_id] for seq_id in seq_ids]
         except KeyError as error:
             raise self._no_row(error.args[0]) from None
         except (TypeError, ValueError):  # an array is not hashable, nor is its equality one truth
             for seq_id in seq_ids if is_listing(seq_ids) else ():
-                hashable(seq_id)
+                hashable("seq_id", seq_id)
             raise
         if len(set(rows)) != len(rows):
             twice = next(seq_id for i, seq_id in enumerate(seq_ids) if seq_id in seq_ids[:i])

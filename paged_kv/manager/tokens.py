@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
-from .arguments import integer, is_listing
+from .._arguments import check_integer, lists_integers
+from .arguments import is_listing
 
 Tokens = Sequence[int] | np.ndarray | int
 """Token ids of one sequence (list, array, CPU tensor), or only their number where ids are not known.
@@ -19,7 +21,7 @@ Any 32-bit integers are ids, negative ones too: the manager only compares them, 
 def parse_prompt(tokens: Tokens) -> tuple[int, bytes]:
     """How many tokens, and their ids as little-endian int32: nothing where only a number is given."""
     if _is_number(tokens):
-        return integer("tokens", tokens, 0), b""
+        return check_integer("tokens", tokens, 0), b""
     ids = _ids(tokens)
     return len(ids), ids.tobytes()
 
@@ -40,17 +42,17 @@ class Batch(NamedTuple):
 def parse_batch(tokens: np.ndarray | Sequence[Tokens], num_seqs: int) -> Batch:
     num_dims = getattr(tokens, "ndim", None)
     if not num_dims and not is_listing(tokens):
-        raise TypeError(f"tokens must have one entry for each of the {num_seqs} sequences, not be {tokens!r}")
+        raise TypeError(f"tokens: expected one entry for each of the {num_seqs} sequences, got {tokens!r}")
     if len(tokens) != num_seqs:
         raise ValueError(
-            f"tokens must have one entry for each of the {num_seqs} sequences, not {len(tokens)}"
+            f"tokens: expected one entry for each of the {num_seqs} sequences, got {len(tokens)}"
         )
     if num_dims == 2:
         count = tokens.shape[1]
         counts = None if count == 1 else [count] * num_seqs
         return Batch(counts, _ids(np.asarray(tokens).reshape(-1)), None)
     missing = [_is_number(entry) for entry in tokens]
-    parts = [integer("tokens", t, 0) if m else _ids(t) for t, m in zip(tokens, missing, strict=True)]
+    parts = [check_integer("tokens", t, 0) if m else _ids(t) for t, m in zip(tokens, missing, strict=True)]
     listed = [part if m else len(part) for part, m in zip(parts, missing, strict=True)]
     counts = None if all(count == 1 for count in listed) else listed
     unknown = np.array(missing, np.bool_) if any(missing) else None
@@ -61,16 +63,15 @@ def parse_batch(tokens: np.ndarray | Sequence[Tokens], num_seqs: int) -> Batch:
 
 
 def parse_lengths(name: str, lengths: Sequence[int] | np.ndarray, num_seqs: int) -> np.ndarray:
-    error: type[Exception] = ValueError
-    try:
+    bools = isinstance(lengths, (list, tuple)) and bool in map(
+        type, lengths
+    )  # integers to numpy, among integers
+    with suppress(ValueError):  # entries of several lengths
         array = np.asarray(lengths)
-        if array.shape == (num_seqs,) and (not num_seqs or array.dtype.kind in "iu"):
+        if array.shape == (num_seqs,) and (not num_seqs or array.dtype.kind in "iu") and not bools:
             return array.astype(np.int64)
-        if not array.ndim or (array.size and array.dtype.kind not in "iu"):
-            error = TypeError
-    except ValueError:  # entries of several lengths
-        pass
-    raise error(f"{name} must have one integer for each of the {num_seqs} sequences, not {lengths!r}")
+    error = ValueError if lists_integers(lengths) else TypeError
+    raise error(f"{name}: expected one integer for each of the {num_seqs} sequences, got {lengths!r}")
 
 
 def _is_number(tokens: object) -> bool:
@@ -82,18 +83,21 @@ def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     try:
         array = np.asarray(tokens)
     except ValueError:  # rows of several lengths
-        raise ValueError(f"token ids of a sequence must be one row, not {tokens!r}") from None
+        raise ValueError(f"tokens: expected one row of ids for a sequence, got {tokens!r}") from None
     if not array.ndim:
-        raise TypeError(f"tokens must be the token ids of a sequence or their number, not {tokens!r}")
+        raise TypeError(f"tokens: expected the token ids of a sequence or their number, got {tokens!r}")
     if array.ndim > 1:
-        raise ValueError(f"token ids of a sequence must be one row, not of shape {array.shape}")
+        raise ValueError(f"tokens: expected one row of ids for a sequence, got shape {array.shape}")
     if array.dtype.char == "i" and array.dtype.isnative:
         return array
     if array.size == 0:
         return array.astype(np.int32)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"token ids must be integers, not {array.dtype}")
-    ids = array.astype(np.int32)
-    if (ids != array).any():
-        raise ValueError(f"token ids must fit into 32 bits, not {array.min()} to {array.max()}")
-    return ids
+    if array.dtype.kind in "iu":
+        ids = array.astype(np.int32)
+        if (ids == array).all():
+            return ids
+    elif not lists_integers(tokens):
+        raise TypeError(f"tokens: expected ids that are integers, got {array.dtype}")
+    else:  # some beyond 64 bits
+        array = np.array(tokens, np.object_)
+    raise ValueError(f"tokens: expected ids that fit into 32 bits, got {array.min()} to {array.max()}")

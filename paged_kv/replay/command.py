@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..manager.arguments import MAX_COUNT
 from .report import table
 from .run import DTYPE_BYTES, ModelShape, Options, run
 from .traces import Request, TraceError, read_trace, synthetic_trace
@@ -110,11 +111,12 @@ def _options(args: argparse.Namespace, name: str) -> Options:
     # The made-up requests would all fit into more at once, and show nothing of what fits.
     num_blocks = args.num_blocks or (32768 if args.trace else 8192)
     if args.memory:
-        num_blocks = args.memory // (args.block_size * shape.bytes_per_token)
-        if not num_blocks:
+        block_bytes = args.block_size * shape.bytes_per_token
+        num_blocks = args.memory // block_bytes
+        if not 1 <= num_blocks <= MAX_COUNT:
+            least = "at least" if num_blocks == 0 else f"at most {MAX_COUNT} times"
             raise TraceError(
-                f"argument --memory: expected at least the {args.block_size * shape.bytes_per_token} bytes of "
-                f"one block, got {args.memory}"
+                f"argument --memory: expected {least} the {block_bytes} bytes of one block, got {args.memory}"
             )
     return Options(
         name=name,
@@ -150,8 +152,8 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"expected an integer from 1 to {MAX_COUNT}, got {text!r}")
     return int(text)
 
 

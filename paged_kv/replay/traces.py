@@ -142,7 +142,7 @@ def _read_azure(text: str) -> Iterator[Request]:
         except (ValueError, KeyError, TypeError) as error:
             raise TraceError(f"line {number} is no Azure request: {_reason(error)}") from None
         if length < 1:
-            raise TraceError(f"line {number}: ContextTokens must be at least 1, not {length}")
+            raise TraceError(f"line {number}: expected ContextTokens of at least 1, got {length}")
         moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
         first = first or moment
         yield Request((moment - first).total_seconds(), (starts.piece(length),), starts.piece(output))
