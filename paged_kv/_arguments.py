@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Integral, Real
+from operator import index
 
 import numpy as np
 
@@ -17,6 +18,7 @@ __all__ = [
     "check_instance",
     "check_integer",
     "check_real",
+    "check_token_ids",
     "is_row",
     "lists_integers",
 ]
@@ -63,10 +65,27 @@ def check_instance(name: str, value: object, kind: type) -> None:
         raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
 
 
+def check_token_ids(name: str, tokens: object) -> list[int]:
+    """`tokens`, a row of what stands for integers, as Python's."""
+    expected = f"{name}: expected token ids, which are integers"
+    if not is_row(tokens):
+        raise TypeError(f"{expected}, got {tokens!r}")
+    ids = []
+    for token in tokens:
+        try:
+            ids.append(index(token))
+        except TypeError:
+            raise TypeError(f"{expected}, got {token!r}") from None
+        if isinstance(token, bool):
+            raise TypeError(f"{expected}, got {token!r}")
+    return ids
+
+
 def is_row(value: object) -> bool:
-    """Whether it is things in an order: text and bytes are one thing, and Python goes through the keys of a dict."""
+    """Whether it is things in an order: text and bytes are one thing, and of a dict Python goes through the keys."""
     one = (str, bytes, bytearray, memoryview)
-    return isinstance(value, Iterable) and not isinstance(value, (*one, Mapping, Set))
+    several = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
+    return several and not isinstance(value, (*one, Mapping, Set))
 
 
 def lists_integers(value: object) -> bool:

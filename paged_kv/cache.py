@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _memory, ops
-from ._arguments import check_choice, check_flag, check_instance, check_integer, lists_integers
+from ._arguments import check_choice, check_flag, check_instance, check_integer, is_row, lists_integers
 
 __all__ = ["LayerCache", "PagedKVCache"]
 
@@ -344,10 +344,7 @@ def _pairs(block_mapping: Tensor | np.ndarray | Sequence[tuple[int, int]]) -> Te
 def _per_layer(
     name: str, value: int | Sequence[int], num_layers: int, high: int | None = None
 ) -> tuple[int, ...]:
-    several = (
-        isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1)
-    )
-    values = tuple(value) if several else (value,) * num_layers
+    values = tuple(value) if is_row(value) else (value,) * num_layers
     if len(values) != num_layers:
         raise ValueError(
             f"{name}: expected one number, or one for each of {num_layers} layers, got {len(values)}"

@@ -1,9 +1,12 @@
 """The engine on a tiny model: whatever the batch, the pool or the faults, each prompt gets its own answer."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 from conftest import DEVICES
-from tiny_models import own_answers, random_prompts, tiny_model
+from tiny_models import byte_tokenizer, own_answers, random_prompts, tiny_model
 
 from paged_kv.engine import LLM, AsyncEngine, Engine, FinishReason, SamplingParams
 from paged_kv.integrations.transformers import PagedModel
@@ -285,13 +288,18 @@ def test_settings_and_arguments_are_checked_by_name(model, prompts):
         new_llm(model).generate(prompts, salt=5)
     with pytest.raises(ValueError, match="stop: expected no texts where there is no tokenizer"):
         new_llm(model).generate(prompts, SamplingParams(stop="x"))
-    with pytest.raises(ValueError, match="dtype: only for a path"):
+    expected = (
+        r"dtype: expected None for a loaded model, which has its own \(torch.float32\), got torch.bfloat16"
+    )
+    with pytest.raises(ValueError, match=f"^{expected}$"):
         new_llm(model, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="num_blocks, memory"):
         new_llm(model, memory=1 << 20)
     with pytest.raises(ValueError, match="params: expected one or 6"):
         new_llm(model).generate(prompts, [GREEDY])
-    with pytest.raises(ValueError, match="prompt: expected token ids"):
+    with pytest.raises(
+        ValueError, match=r"prompt: expected token ids, since .* without a tokenizer, got 'text'"
+    ):
         new_llm(model).generate("text")
     with pytest.raises(TypeError, match="prompts: expected texts or lists of token ids, got 5"):
         new_llm(model).generate([5, 6])
@@ -311,9 +319,13 @@ def test_settings_and_arguments_are_checked_by_name(model, prompts):
         ({"tokenizer": "gpt2"}, "tokenizer: expected a tokenizer of transformers or None, got 'gpt2'"),
         (
             {"model": "folder", "dtype": "float32"},
-            "dtype: expected a dtype of torch's or None, got 'float32'",
+            "dtype: expected torch.float32 or torch.float16 or torch.bfloat16 or None, got 'float32'",
         ),
-        ({"cache_dtype": "int8"}, "cache_dtype: expected a dtype of torch's or None, got 'int8'"),
+        ({"dtype": 32}, "dtype: expected torch.float32 or torch.float16 or torch.bfloat16 or None, got 32"),
+        (
+            {"cache_dtype": "int8"},
+            "cache_dtype: expected torch.float32 or .* or torch.int8 or None, got 'int8'",
+        ),
         ({"block_size": None}, "block_size: expected an integer from 1 to 1024, got None"),
         ({"num_blocks": "60"}, "num_blocks: expected an integer of at least 1, got '60'"),
         ({"num_host_blocks": None}, "num_host_blocks: expected an integer of at least 0, got None"),
@@ -331,11 +343,19 @@ def test_an_llm_is_not_made_of_other_types(model, arguments, message):
     ("prompts", "arguments", "message"),
     [
         (None, {}, "prompts: expected texts or lists of token ids, got None"),
-        ([[1, 2.0]], {}, "prompt_ids: expected token ids, which are integers"),
-        ([[1, None]], {}, "prompt_ids: expected token ids, which are integers"),
+        ({"a": 1}, {}, "prompts: expected texts or lists of token ids, got {'a': 1}"),
+        ({"text"}, {}, "prompts: expected texts or lists of token ids, got {'text'}"),
+        (b"text", {}, "prompts: expected texts or lists of token ids, got b'text'"),
+        ([[1], {2: 3}], {}, "prompts: expected texts or lists of token ids, got {2: 3} among them"),
+        ([[1], {2}], {}, r"prompts: expected texts or lists of token ids, got \{2\} among them"),
+        ([[1], [1, 2.5]], {}, r"prompts\[1\]: expected token ids, which are integers, got 2\.5"),
+        ([[1, None]], {}, r"prompts\[0\]: expected token ids, which are integers, got None"),
+        ([[True]], {}, r"prompts\[0\]: expected token ids, which are integers, got True"),
+        ([["text"]], {}, r"prompts\[0\]: expected token ids, which are integers, got 'text'"),
         ([[1]], {"params": None}, "params: expected SamplingParams, or a list of them, got None"),
         ([[1]], {"params": {"n": 2}}, "params: expected SamplingParams, or a list of them, got {'n': 2}"),
         ([[1]], {"params": [None]}, "params: expected a SamplingParams, got NoneType"),
+        ([[1]], {"params": "greedy"}, "params: expected SamplingParams, or a list of them, got 'greedy'"),
     ],
 )
 def test_a_request_is_not_made_of_other_types(model, prompts, arguments, message):
@@ -345,14 +365,101 @@ def test_a_request_is_not_made_of_other_types(model, prompts, arguments, message
     assert not llm.engine.has_work
 
 
+@pytest.mark.parametrize(
+    ("error", "arguments", "message"),
+    [
+        (ValueError, {"dtype": torch.int8}, "dtype: expected torch.float32 or .* or None, got torch.int8"),
+        (ValueError, {"dtype": torch.float64}, "dtype: expected torch.float32 or .*, got torch.float64"),
+        (
+            ValueError,
+            {"cache_dtype": torch.int32},
+            "cache_dtype: expected torch.float32 or .*, got torch.int32",
+        ),
+        (ValueError, {"cache_dtype": torch.float64}, "cache_dtype: expected .*, got torch.float64"),
+        (
+            ValueError,
+            {"dtype": torch.bfloat16, "cache_dtype": torch.float16},
+            "cache_dtype: expected the model's own, torch.bfloat16, or a quantised one, got torch.float16",
+        ),
+        (
+            ValueError,
+            {"pack_weights": True, "compile": True},
+            "pack_weights: expected False with compile, got True",
+        ),
+    ],
+)
+def test_what_no_model_can_have_is_refused_before_one_is_loaded(error, arguments, message, monkeypatch):
+    monkeypatch.setattr("paged_kv.engine.llm.load", None)
+    with pytest.raises(error, match=f"^{message}$"):
+        LLM("folder", **arguments)
+
+
+USER = {"role": "user", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("error", "prompt", "message"),
+    [
+        (TypeError, None, "prompt: expected a text or a list of messages, got None"),
+        (TypeError, b"text", "prompt: expected a text or a list of messages, got b'text'"),
+        (TypeError, USER, f"prompt: expected a text or a list of messages, got {USER}"),
+        (TypeError, {"text"}, "prompt: expected a text or a list of messages, got {'text'}"),
+        (ValueError, [], "prompt: expected a text or a list of one message or more, got []"),
+        *(
+            (
+                error,
+                [USER, wrong],
+                f"prompt[1]: expected a dict with texts for 'role' and 'content', got {wrong!r}",
+            )
+            for error, wrong in (
+                (TypeError, "Hello"),
+                (TypeError, ("user", "Hello")),
+                (TypeError, 5),
+                (ValueError, {}),
+                (ValueError, {"role": "user"}),
+                (ValueError, {"content": "Hello"}),
+                (TypeError, {"role": "user", "content": None}),
+                (TypeError, {"role": "user", "content": 5}),
+                (TypeError, {"role": 5, "content": "Hello"}),
+            )
+        ),
+    ],
+)
+def test_messages_are_checked_before_the_template_sees_them(model, error, prompt, message):
+    for chat in False, True:
+        with pytest.raises(error, match=f"^{re.escape(message)}$"):
+            new_llm(model).encode(prompt, chat=chat)
+
+
+@pytest.mark.parametrize("chat", ["x", 1, None])
+def test_whether_it_is_a_chat_is_true_or_false(model, chat):
+    with pytest.raises(TypeError, match=f"^chat: expected True or False, got {chat!r}$"):
+        new_llm(model).encode("text", chat=chat)
+
+
+def test_a_chat_wants_a_template(model):
+    llm = new_llm(model, tokenizer=byte_tokenizer())
+    words = "since this model's tokenizer has no chat template, got"
+    with pytest.raises(ValueError, match=f"^chat: expected False, {words} True$"):
+        llm.encode("text", chat=True)
+    with pytest.raises(ValueError, match=f"^prompt: expected a text, {words} {re.escape(repr([USER]))}$"):
+        llm.encode([USER])
+
+
 def test_what_an_engine_is_handed_is_checked(model):
     llm = new_llm(model)
-    with pytest.raises(
-        TypeError, match=r"^prompt_ids: expected token ids, .*'NoneType' object is not iterable"
-    ):
-        llm.engine.add_request(None)
-    with pytest.raises(TypeError, match=r"^prompt: expected a text or a list of messages, got None$"):
-        llm.encode(None, chat=True)
+    for prompt_ids in None, b"text", {1: 2}, {1}, torch.tensor(1):
+        got = re.escape(repr(prompt_ids))
+        with pytest.raises(
+            TypeError, match=f"^prompt_ids: expected token ids, which are integers, got {got}$"
+        ):
+            llm.engine.add_request(prompt_ids)
+    for token in 1.5, None, True, "text", np.True_, torch.tensor(0.5):
+        got = re.escape(repr(token))
+        with pytest.raises(
+            TypeError, match=f"^prompt_ids: expected token ids, which are integers, got {got}$"
+        ):
+            llm.engine.add_request([1, token])
     with pytest.raises(TypeError, match=r"^on_token: expected a function or None, got 5$"):
         llm.engine.add_request([1], on_token=5)
     with pytest.raises(TypeError, match=r"^model: expected a model of transformers, got NoneType$"):

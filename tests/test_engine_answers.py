@@ -9,6 +9,7 @@ from test_engine import assert_whole, new_llm, tokens
 from tiny_models import MODELS, byte_tokenizer, own_answers, random_prompts, tiny_model
 
 from paged_kv.engine import LLM, FinishReason, SamplingParams
+from paged_kv.integrations.transformers import PagedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -413,10 +414,11 @@ def test_quantised_caches_answer_from_their_blocks(model, prompts, dtype):
 
 
 def test_a_cache_of_another_float_is_refused_at_once(model):
-    with pytest.raises(
-        ValueError, match=r"dtype: expected the model's own, torch.float32, or a quantised one"
-    ):
+    words = "dtype: expected the model's own, torch.float32, or a quantised one, got torch.float16"
+    with pytest.raises(ValueError, match=f"^cache_{words}$"):
         new_llm(model, cache_dtype=torch.float16)
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        PagedModel(model).new_cache(num_blocks=4, dtype=torch.float16)
 
 
 def test_packed_weights_answer_alike(prompts):
@@ -439,9 +441,16 @@ def test_packed_weights_give_the_models_own_tokens(prompts):
     assert tokens(new_llm(model, pack_weights=True).generate(prompts, GREEDY)) == expected
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"cache_dtype": torch.float16}, {"max_model_len": 10**6}, {"memory": 1}], ids=str
+)
+def test_a_model_is_packed_last_of_all(model, wrong):
+    with pytest.raises(ValueError):
+        LLM(model, pack_weights=True, **wrong)
+    assert not any(isinstance(layer.forward, partial) for layer in model.modules())
+
+
 def test_what_cannot_be_packed_is_refused(model, monkeypatch):
-    with pytest.raises(ValueError, match="pack_weights: expected False with compile"):
-        new_llm(model, pack_weights=True, compile=True)
     with pytest.raises(ValueError, match="pack_weights: expected linear layers in float32"):
         new_llm(tiny_model("llama").to(torch.float16), pack_weights=True)
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)

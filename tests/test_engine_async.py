@@ -142,6 +142,11 @@ def test_errors_reach_who_asked(model, prompts, expected, monkeypatch):
             good = asyncio.create_task(engine.generate(prompts[0], GREEDY))
             with pytest.raises(ValueError, match="stop: expected"):
                 await engine.generate(prompts[1], SamplingParams(stop="x"))
+            for wrong, got in ([1, 2.5], "2.5"), (None, "None"):
+                with pytest.raises(
+                    TypeError, match=f"^prompt: expected token ids, which are integers, got {got}$"
+                ):
+                    await engine.generate(wrong, GREEDY)
             refused = await engine.generate([], GREEDY)
             assert refused.error == "the prompt is empty"
             assert (await good).token_ids == expected[0]

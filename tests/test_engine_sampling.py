@@ -81,6 +81,7 @@ def test_a_bad_parameter_raises_by_name(name, value, error):
         ("stop", b"END", "texts"),
         ("stop_token_ids", "END", "token ids"),
         ("stop_token_ids", b"END", "token ids"),
+        ("stop_token_ids", {3: 4}, "token ids"),
         ("logits_processors", "min_p", "functions"),
         ("ignore_eos", "yes", "True or False"),
     ],

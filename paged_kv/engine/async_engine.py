@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from .._arguments import check_token_ids
 from .llm import LLM, RequestOutput, Teller
 from .sampling_params import SamplingParams
 
@@ -83,7 +84,7 @@ class AsyncEngine:
         Cancelling who waits here, or closing the iterator, aborts the request; its blocks are free after the step
         that runs. A step that fails raises here, for every request.
         """
-        ids = self.llm.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self.llm.encode(prompt) if isinstance(prompt, str) else check_token_ids("prompt", prompt)
         ticket = _Ticket()
 
         def add() -> None:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from itertools import count
-from operator import index
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .._arguments import check_instance, check_integer
+from .._arguments import check_instance, check_integer, check_token_ids
 from ..cache import PagedKVCache
 from ..integrations.transformers import PagedModel
 from ..interrupts import interrupts_wait
@@ -129,11 +128,7 @@ class Engine:
             on_token: called after each step that brings the request on, and when it ends in a step. If it
                 raises, its request ends with an error, and no other.
         """
-        try:
-            # What stands for an integer, and nothing else.
-            prompt_ids = [index(token) for token in prompt_ids]
-        except TypeError as error:
-            raise TypeError(f"prompt_ids: expected token ids, which are integers ({error})") from None
+        prompt_ids = check_token_ids("prompt_ids", prompt_ids)
         check_instance("params", params, SamplingParams)
         if not (on_token is None or callable(on_token)):
             raise TypeError(f"on_token: expected a function or None, got {on_token!r}")

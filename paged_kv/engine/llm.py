@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from .._arguments import check_flag, check_integer
-from ..cache import MAX_BLOCK_SIZE
+from .._arguments import check_choice, check_flag, check_integer, check_token_ids, is_row
+from ..cache import FLOATS, MAX_BLOCK_SIZE, QUANTISED
 from ..integrations.loading import load
-from ..integrations.transformers import PagedModel, is_model
+from ..integrations.transformers import PagedModel, check_cache_dtype, is_model
 from ..interrupts import interrupts_wait
 from ..manager import PagedKVCacheManager
 from .engine import Engine
@@ -133,8 +133,6 @@ class LLM:
             raise TypeError(f"model: expected a model of transformers, or the path of one, got {got}")
         if tokenizer is not None and not callable(tokenizer):
             raise TypeError(f"tokenizer: expected a tokenizer of transformers or None, got {tokenizer!r}")
-        if not from_path and dtype is not None:
-            raise ValueError(f"dtype: only for a path, a loaded model has its own ({model.dtype})")
         check_options(
             dtype=dtype,
             cache_dtype=cache_dtype,
@@ -149,15 +147,16 @@ class LLM:
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
         )
+        if not from_path and dtype is not None:
+            raise ValueError(
+                f"dtype: expected None for a loaded model, which has its own ({model.dtype}), got {dtype}"
+            )
         if from_path:
             model, loaded_tokenizer = load(model, dtype)
             tokenizer = tokenizer or loaded_tokenizer
         self.tokenizer = tokenizer
         self.model = PagedModel(model)
-        if pack_weights:
-            self.model.pack_weights()
-        if compile:
-            self.model.compile()
+        check_cache_dtype("cache_dtype", cache_dtype, self.model.layers[0].dtype)
         if num_blocks is None and memory is None:
             memory = DEFAULT_MEMORY
         cache = self.model.new_cache(block_size, num_blocks=num_blocks, memory=memory, dtype=cache_dtype)
@@ -179,6 +178,10 @@ class LLM:
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
         )
+        if pack_weights:  # it changes the model, so nothing may go wrong from here on
+            self.model.pack_weights()
+        if compile:
+            self.model.compile()
         self.cache_use: CacheUse = self.engine.cache_use
         self.metrics: EngineMetrics = self.engine.metrics
 
@@ -189,17 +192,22 @@ class LLM:
         earlier turn is in the prefix cache.
 
         Raises:
-            ValueError: there is no tokenizer, or it has no chat template.
-            TypeError: it is neither a text nor messages.
+            ValueError: there is no tokenizer, or it has no chat template; there is no message, or one lacks a text.
+            TypeError: it is neither a text nor messages of texts.
         """
-        if not isinstance(prompt, (str, Sequence)):
-            raise TypeError(f"prompt: expected a text or a list of messages, got {prompt!r}")
+        check_flag("chat", chat)
+        if not isinstance(prompt, str):
+            _check_messages("prompt", prompt)
         if self.tokenizer is None:
-            raise ValueError("prompt: expected token ids, since this model was given without a tokenizer")
+            expected = "token ids, since this model was given without a tokenizer"
+            raise ValueError(f"prompt: expected {expected}, got {prompt!r}")
         if isinstance(prompt, str) and not chat:
             return self.tokenizer(prompt).input_ids
         if not self.tokenizer.chat_template:
-            raise ValueError("chat: this model's tokenizer has no chat template")
+            name, expected, got = ("chat", "False", chat) if chat else ("prompt", "a text", prompt)
+            raise ValueError(
+                f"{name}: expected {expected}, since this model's tokenizer has no chat template, got {got!r}"
+            )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
@@ -238,21 +246,24 @@ class LLM:
         tokens for all of them, and a stream that is asked later tells several tokens in one output.
         """
         expected = "prompts: expected texts or lists of token ids"
-        if not isinstance(prompts, Iterable):
+        if not isinstance(prompts, str) and not is_row(prompts):
             raise TypeError(f"{expected}, got {prompts!r}")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
-        if not isinstance(params, Sequence):
+        if not isinstance(params, Sequence) or not is_row(params):
             raise TypeError(f"params: expected SamplingParams, or a list of them, got {params!r}")
         if len(params) != len(prompts):
             raise ValueError(
                 f"params: expected one or {len(prompts)}, one for each prompt, got {len(params)}"
             )
         for prompt in prompts:
-            if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, (bytes, bytearray, memoryview)):
+            if not isinstance(prompt, str) and not is_row(prompt):
                 raise TypeError(f"{expected}, got {prompt!r} among them")
-        ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        ids = [
+            self.encode(prompt) if isinstance(prompt, str) else check_token_ids(f"prompts[{place}]", prompt)
+            for place, prompt in enumerate(prompts)
+        ]
 
         def outputs() -> Iterator[RequestOutput]:
             requests: list[Request] = []
@@ -330,9 +341,9 @@ def check_options(**options: object) -> None:
     ):
         if name in options and not (optional and options[name] is None):
             check_integer(name, options[name], low, high)
-    for name in ("dtype", "cache_dtype"):
-        if name in options and not isinstance(options[name], torch.dtype | None):
-            raise TypeError(f"{name}: expected a dtype of torch's or None, got {options[name]!r}")
+    for name, choices in (("dtype", FLOATS), ("cache_dtype", (*FLOATS, *QUANTISED))):
+        if name in options:
+            check_choice(name, options[name], (*choices, None))
     for name in ("compile", "pack_weights", "prefix_cache"):
         if name in options:
             check_flag(name, options[name])
@@ -340,10 +351,26 @@ def check_options(**options: object) -> None:
     if {"num_blocks", "memory"} <= given:
         raise ValueError("num_blocks, memory: expected one of them, got both")
     if {"pack_weights", "compile"} <= given:
-        raise ValueError("pack_weights: expected False with compile")
+        raise ValueError("pack_weights: expected False with compile, got True")
     if {"pack_weights", "dtype"} <= given and options["dtype"] != torch.float32:
         got = str(options["dtype"]).removeprefix("torch.")
         raise ValueError(f"pack_weights: expected weights in float32, got {got}")
+    if {"dtype", "cache_dtype"} <= given:
+        check_cache_dtype("cache_dtype", options["cache_dtype"], options["dtype"])
+
+
+def _check_messages(name: str, messages: object) -> None:
+    if not isinstance(messages, Sequence) or not is_row(messages):
+        raise TypeError(f"{name}: expected a text or a list of messages, got {messages!r}")
+    if not messages:
+        raise ValueError(f"{name}: expected a text or a list of one message or more, got {messages!r}")
+    for place, message in enumerate(messages):
+        is_dict, keys = isinstance(message, Mapping), ("role", "content")
+        if not (is_dict and all(isinstance(message.get(key), str) for key in keys)):
+            lacks = is_dict and any(key not in message for key in keys)
+            raise (ValueError if lacks else TypeError)(
+                f"{name}[{place}]: expected a dict with texts for 'role' and 'content', got {message!r}"
+            )
 
 
 def _eos_token_ids(model: PreTrainedModel) -> list[int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from .._arguments import check_flag, check_integer, check_real
+from .._arguments import check_flag, check_integer, check_real, is_row
 
 __all__ = ["SamplingParams"]
 
@@ -113,12 +113,9 @@ class SamplingParams:
             ("logits_processors", "functions"),
         ):
             value = getattr(self, name)
-            try:
-                if isinstance(value, (str, bytes)):  # which Python takes for rows of letters and of numbers
-                    raise TypeError
-                object.__setattr__(self, name, tuple(value))
-            except TypeError:
-                raise TypeError(f"{name}: expected {what}, got {value!r}") from None
+            if not is_row(value) and not isinstance(value, Set):
+                raise TypeError(f"{name}: expected {what}, got {value!r}")
+            object.__setattr__(self, name, tuple(value))
         for text in self.stop:
             if not isinstance(text, str):
                 raise TypeError(f"stop: expected texts, got {text!r}")

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .. import _memory
 from .._optional import optional_import
-from ..cache import PagedKVCache
+from ..cache import FLOATS, PagedKVCache
 from ..errors import UnsupportedModelError
 from ._attention import AttentionLayer, PagedBatch, attend, mask
 from ._packing import pack_linear_layers
@@ -101,8 +101,7 @@ class PagedModel:
         Raises ValueError for another dtype, and as PagedKVCache does.
         """
         own = self.layers[0].dtype
-        if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 and dtype != own:
-            raise ValueError(f"dtype: expected the model's own, {own}, or a quantised one, got {dtype}")
+        check_cache_dtype("dtype", dtype, own)
         return PagedKVCache(
             len(self.layers),
             [layer.num_kv_heads for layer in self.layers],
@@ -177,6 +176,12 @@ class PagedModel:
         finally:
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation = implementation
+
+
+def check_cache_dtype(name: str, dtype: torch.dtype | None, own: torch.dtype) -> None:
+    """Of the floats, a cache is of the model's `own`."""
+    if dtype in FLOATS and dtype != own:
+        raise ValueError(f"{name}: expected the model's own, {own}, or a quantised one, got {dtype}")
 
 
 def is_model(value: object) -> bool:
