@@ -50,8 +50,7 @@ def run(requests: list[Request], memory: PagedMemory, argument: dict) -> dict[st
     return {
         "hit_rate": outcome.hit_rate,
         "preemptions": outcome.preemptions,
-        # Release is part of it: what is put off while a prompt runs, such as hashing, is done there at the latest.
-        "us_per_block": 1e6 * (memory.times.prompt + memory.times.release) / memory.num_prompt_blocks,
+        "us_per_block": 1e6 * memory.times.per_prompt_block(memory.num_prompt_blocks),
         "us_per_slot": 1e6 * memory.times.per_slot,
         "us_per_release": 1e6 * memory.times.release / outcome.finished,
     }

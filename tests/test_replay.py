@@ -260,7 +260,10 @@ def test_figures_are_those_of_the_run_and_can_be_json():
     assert figures["pool"]["bytes"] == 512 * 16 * 2 * 2 * 8 * 4
     assert figures["prefix_cache"]["hit_rate"] <= figures["prefix_cache"]["unlimited_hit_rate"]
     assert figures["requests"]["finished"] == 40
-    assert figures["manager_time_us"]["per_prompt_block"] > 0
+    times, num_blocks = runs[0].memory.times, runs[0].memory.num_prompt_blocks
+    assert figures["manager_time_us"]["per_prompt_block"] == pytest.approx(
+        1e6 * (times.prompt + times.release) / num_blocks
+    )
     assert len(runs[0].timeline) == paged["steps"]
 
 

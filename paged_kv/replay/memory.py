@@ -95,6 +95,10 @@ class Times:
         seconds, counts = np.array(sorted((s / n, n) for s, n in self.decode)).T
         return float(seconds[np.searchsorted(counts.cumsum(), counts.sum() / 2)])
 
+    def per_prompt_block(self, num_blocks: int) -> float | None:
+        """With release, at which what is put off while a prompt runs, such as hashing, is done at the latest."""
+        return (self.prompt + self.release) / num_blocks if num_blocks else None
+
     @contextmanager
     def of(self, kind: str) -> Iterator[None]:
         started = time.thread_time()

@@ -62,7 +62,7 @@ def figures(options: Options, runs: list[Run], hit_rate_bound: float) -> Figures
             "per_request": _ratio(
                 1e6 * (memory.times.prompt + memory.times.release + decode_seconds), outcome.finished
             ),
-            "per_prompt_block": _ratio(1e6 * memory.times.prompt, memory.num_prompt_blocks),
+            "per_prompt_block": _micro(memory.times.per_prompt_block(memory.num_prompt_blocks)),
             "per_decode_slot": _micro(memory.times.per_slot),
             "per_decode_step": _micro(
                 median(s for s, _ in memory.times.decode) if memory.times.decode else None
