@@ -1,26 +1,14 @@
 // Attention of a few rows over one split of a sequence's keys: decode, and the check of a few drafted tokens. The limit
-// is memory, so each key and value is read from memory once, and converted once for up to four rows: scores of a few
-// tokens times up to four rows, and output chunks of up to four rows, are kept in registers.
-//
-// With AVX2 (Zen 4, 2.8 GHz), bfloat16, D 128 and four rows, a core's multiply-adds allow 44.8 million tokens a second
-// and key head, 22 GB/s: 11.1 ns for each product. Out of L1 scores take 13.3 ns and values 12.7, softmax 3.3. Tried,
-// and not held: twelve sums instead of eight (GCC spills them), tiles of 32 keys, the softmax of all rows phase by
-// phase, longer unrolling.
-//
-// With AVX-512-BF16 (Zen 5), the same out of L1: 11 ns a token, of which multiply-adds need 4, requests 5 and softmax
-// 0.8; out of memory 13.5, where a plain read takes 12.7. Tried, and not held: tiles of 32 or 128 keys; requests a tile
-// of all heads ahead, into L2, with a non-temporal hint, or row by row (attention_fetch.h says what held).
+// is memory, so each key and value is read from memory once.
 #pragma once
 
+#include "cpu/attention_decode_loops.h"
 #include "cpu/attention_fetch.h"
 #include "cpu/attention_int8.h"
 #include "cpu/attention_plan.h"
 #include "cpu/attention_tile.h"
 
 namespace paged_kv::cpu::PAGED_KV_ISA {
-
-// Sums that stay in registers: half of them, so that as many are left for operands.
-inline constexpr int kSums = kWidth == 16 ? 16 : 8;
 
 // What scores the rows that a policy of scaled query rows has no unit for.
 template <class P>
@@ -79,142 +67,6 @@ struct DecodeScratch {
         next_offsets(arena.take<TokenOffsets<kTile>>(1)),
         rows(arena.take<const typename P::Element*>(RowOrder<typename P::Element>::kSize)) {}
 };
-
-// scores[r][t] = query row r . keys[t] for kRows rows and `count` tokens of a tile; the scores of up to kSums - 1 more
-// tokens are written, too.
-template <class P, int kRows, Ask kAsk>
-void score_rows(const typename P::Operand* query, int64_t padded_dim, int64_t head_dim,
-                const typename P::Element* const* keys, int count, float* scores, Fetch<typename P::Element> fetch) {
-  constexpr int kTokens = kSums / kRows, kGroup = Fetch<typename P::Element>::kGroup;
-  for (uint64_t t = 0; t < static_cast<uint64_t>(count); t += kTokens) {
-    const typename P::Element* key[kTokens];
-    for (int i = 0; i < kTokens; ++i) key[i] = keys[t + i];
-    typename P::Sum sums[kSums]{};  // [kRows][kTokens]
-    auto add_chunk = [&](int64_t d, int chunk) __attribute__((always_inline)) {
-      keys = forget(keys);
-      const auto pass = fetch.template pass<kChunk>(d, kTokens);
-      constexpr int kCount = std::min(kTokens, kGroup);
-      for (int i = 0; i < kTokens; i += kCount) {
-        const auto group = fetch.template group<kAsk>(keys + t / kGroup * kGroup, i, pass);
-        fetch.template beside<kAsk, kChunk, kCount>(group, t % kGroup, d);
-      }
-      typename P::Key chunks[kTokens];
-      if constexpr (requires { &P::load_two_keys; }) {
-        for (int i = 0; i < kTokens; i += 2) P::load_two_keys(key[i] + d, key[i + 1] + d, chunk, chunks + i);
-      } else {
-        for (int i = 0; i < kTokens; ++i) chunks[i] = P::load_key(key[i] + d, chunk);
-      }
-      const auto* row = query + d;
-      for (int r = 0; r < kRows; ++r) {
-        P::template add_scores<kTokens>(sums + r * kTokens, chunks, row);
-        row = forget(row + padded_dim);
-      }
-    };
-    int64_t d = 0;
-    for (; d + kChunk <= head_dim; d += kChunk) add_chunk(d, kChunk);
-    if (d < head_dim) add_chunk(d, static_cast<int>(head_dim - d));
-    float totals[kSums];
-    for (int i = 0; i < kSums; i += kWidth) {
-      store(totals + i, P::to_floats(sum_each(reinterpret_cast<typename P::Sum(&)[kWidth]>(sums[i]))));
-    }
-    for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kTile + t, totals + r * kTokens, kTokens * sizeof(float));
-  }
-}
-
-// sums[r][d..] = sums[r][d..] * factors[r] + weights[r] . values[begin..end)[d..] for kRows rows and kChunks chunks of
-// d, the last of `chunk` elements.
-template <class P, int kRows, int kChunks, Ask kAsk>
-PAGED_KV_INLINE void add_value_chunks(float* out, int64_t padded_dim, const float* factors,
-                                      const typename P::Weight* weights, const typename P::Element* const* values,
-                                      int64_t begin, int64_t end, int64_t d, int chunk,
-                                      Fetch<typename P::Element> fetch) {
-  Chunk sums[kRows][kChunks];
-  auto for_each_sum = [&](auto f) __attribute__((always_inline)) {
-    unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
-      unrolled<kChunks>(
-          [&](auto c) __attribute__((always_inline)) { f(r(), sums[r][c], out + r * padded_dim + d + c * kChunk); });
-    });
-  };
-  for_each_sum([&](int r, Chunk& sum, const float* so_far) __attribute__((always_inline)) {
-    sum = {load(so_far) * factors[r], load(so_far + kWidth) * factors[r]};
-  });
-  auto add_step = [&](int64_t t, auto load_values, auto load_operand) __attribute__((always_inline)) {
-    typename P::Value value[kChunks];
-    unrolled<kChunks>([&](auto c) __attribute__((always_inline)) {
-      value[c] = load_values(d + c * kChunk, c + 1 < kChunks ? kChunk : chunk);
-    });
-    unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
-      const auto weight = load_operand(weights + r * kTile + t);
-      unrolled<kChunks>([&](auto c) __attribute__((always_inline)) { P::add_value(sums[r][c], value[c], weight); });
-    });
-  };
-  auto add_one = [&](int64_t t, auto load_operand) __attribute__((always_inline)) {
-    const auto* row = values[t];
-    add_step(t, [&](int64_t at, int n) { return P::load_value(row + at, n); }, load_operand);
-  };
-  // Of kPair tokens.
-  auto add_pair = [&](int64_t t) __attribute__((always_inline)) {
-    if constexpr (P::kPair == 1) {
-      add_one(t, P::load_operand);
-    } else {
-      const auto *first = values[t], *second = values[t + 1];
-      add_step(t, [&](int64_t at, int n) { return P::load_values(first + at, second + at, n); }, P::load_operand);
-    }
-  };
-  constexpr int kGroup = Fetch<typename P::Element>::kGroup;
-  // Rows of a request, so that finding them is a small part of it.
-  constexpr int kElements = kChunks * kChunk, kLines = P::kPair * kElements * sizeof(typename P::Element) / 64;
-  constexpr int kCount = kLines > 1 ? P::kPair : kGroup;
-  const auto pass = fetch.template pass<kElements>(d, end - begin);
-  for (int64_t t = begin; t < end; t += kGroup) {
-    const auto group = fetch.template group<kAsk>(values + begin, t - begin, pass);
-    auto ask_and_add = [&](auto i) __attribute__((always_inline)) {
-      if (i % kCount == 0) fetch.template beside<kAsk, kElements, kCount>(group, i, d);
-      add_pair(t + i);
-    };
-    // With fewer rows unrolling gains nothing, and there are more of these loops: 0.7 of the code.
-    if (kRows == 4 && end - t >= kGroup) {
-      unrolled<kGroup / P::kPair>(
-          [&](auto i) __attribute__((always_inline)) { ask_and_add(std::integral_constant<int, i * P::kPair>{}); });
-      continue;
-    }
-    const int count = static_cast<int>(std::min<int64_t>(kGroup, end - t));
-    int i = 0;
-    for (; i + P::kPair <= count; i += P::kPair) ask_and_add(i);
-    if constexpr (P::kPair == 2) {
-      if (i < count) add_one(t + i, P::load_last_operand);
-    }
-  }
-  for_each_sum([&](int, const Chunk& sum, float* so_far) __attribute__((always_inline)) {
-    store(so_far, sum.low);
-    store(so_far + kWidth, sum.high);
-  });
-}
-
-template <class P, int kRows, Ask kAsk, int kChunks = kSums / 2 / kRows>
-void add_values(float* out, int64_t padded_dim, int64_t head_dim, const float* factors,
-                const typename P::Weight* weights, const typename P::Element* const* values, int64_t begin, int64_t end,
-                Fetch<typename P::Element> fetch, int64_t d = 0) {
-  auto add = [&](int chunk) __attribute__((always_inline)) {
-    add_value_chunks<P, kRows, kChunks, kAsk>(out, padded_dim, factors, weights, values, begin, end, d, chunk, fetch);
-  };
-  for (; d + kChunks * kChunk <= head_dim; d += kChunks * kChunk) add(kChunk);
-  if (d + (kChunks - 1) * kChunk < head_dim) return add(static_cast<int>(head_dim - d) - (kChunks - 1) * kChunk);
-  // What is left in one pass, too, as the fewer sums there are, the longer each multiply-add waits for the one before.
-  if constexpr (kChunks > 1) {
-    add_values<P, kRows, kAsk, kChunks - 1>(out, padded_dim, head_dim, factors, weights, values, begin, end, fetch, d);
-  }
-}
-
-// Calls f(std::integral_constant<int, kRows>, first row) for rows in fours, and a pair and a single row at the end;
-// three left over are taken as four, the last of them zero.
-template <class F>
-void for_row_groups(int64_t rows, F f) {
-  int64_t r = 0;
-  for (; rows - r >= 3; r += 4) f(std::integral_constant<int, 4>{}, r);
-  if (rows - r == 2) f(std::integral_constant<int, 2>{}, r);
-  if (rows - r == 1) f(std::integral_constant<int, 1>{}, r);
-}
 
 inline int64_t padded_rows(int64_t rows) { return rows % 4 == 3 ? rows + 1 : rows; }
 
