@@ -72,10 +72,13 @@ enum class Ask { kNothing, kRows, kGroups };
 // too many others under way is dropped (Zen 5: 3 % of a burst of 64 lines, 20 % of 512), and if it was the only one,
 // the core waits for the line when it takes it. Shares of a plain read's speed (Zen 5, bfloat16, D 128, 16 x 2,048), at
 // the faster and the slower of two speeds that the memory of a virtual machine had, in a C++ loop:
-//   once, a tile of all heads ahead                                  0.77 / 0.76
-//   4 times, evenly spaced, the last 6 KiB ahead, lines as taken     0.90 / 0.79
-//   4 times, the last 3 KiB ahead, lines in the order of memory      0.95 / 0.84
-//   5 times, likewise                                                0.88 / 0.86
+//   once, 18 KiB ahead                           0.69 / 0.72
+//   4 times, 3, 6, 12 and 18 KiB ahead           0.92 / 0.84
+//   5 times, 3, 6, 9, 15 and 21                  0.91 / 0.87
+//   6 times, 3, 6, 9, 12, 15 and 21              0.87 / 0.89
+// Asked for as they are taken, and not in the order of memory, lines take 1.05 of the time; two rows of them at once
+// 1.02 where memory is slower. Tried, and not held, too: a tile of all heads ahead, into L2, with a non-temporal hint,
+// and every second line.
 // Each time costs half a cycle a line; so bytes, which are converted beside it, are asked for less often, and so is all
 // where vectors are narrow.
 template <class T>
@@ -156,6 +159,10 @@ class Fetch {
     if constexpr (kWide) {
       if constexpr (sizeof(T) == 4) {
         return std::array{1, 2, 3, 4, 5, 6};
+#ifdef __AVX512BF16__
+      } else if constexpr (std::is_same_v<T, BFloat16>) {  // of which products leave most time
+        return std::array{1, 2, 3, 5, 7};
+#endif
       } else if constexpr (sizeof(T) == 2) {
         return std::array{1, 2, 4, 6};
       } else {

@@ -381,18 +381,19 @@ PAGED_KV_INLINE V shuffle(V a, V b) {
 // The same with lanes 0 and 1 of a, and lanes 2 and 3 of b, which is cheaper than a shuffle.
 template <class V>
 PAGED_KV_INLINE V outer_pairs(V a, V b) {
-#if PAGED_KV_WIDTH == 8
+#if PAGED_KV_WIDTH == 16
+  return __builtin_shufflevector(a, b, 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31);
+#elif PAGED_KV_WIDTH == 8
   return V(_mm256_blend_ps(Vec(a), Vec(b), 0xcc));
 #else
   return shuffle<0, 1, 2, 3>(a, b);
 #endif
 }
 
-// In each group of four lanes i: f over the group's lanes of a, b, c and d.
+// In each group of four lanes: f over lanes i and i + 2 of a, then of b.
 template <class V, class F>
-PAGED_KV_INLINE V reduce_quads(V a, V b, V c, V d, F f) {
-  const V ab = f(outer_pairs(a, b), shuffle<2, 3, 0, 1>(a, b)), cd = f(outer_pairs(c, d), shuffle<2, 3, 0, 1>(c, d));
-  return f(shuffle<0, 2, 0, 2>(ab, cd), shuffle<1, 3, 1, 3>(ab, cd));
+PAGED_KV_INLINE V reduce_halves(V a, V b, F f) {
+  return f(outer_pairs(a, b), shuffle<2, 3, 0, 1>(a, b));
 }
 
 #if PAGED_KV_WIDTH == 16
@@ -405,11 +406,15 @@ PAGED_KV_INLINE V reduce_neighbour_quads(V a, V b, F f) {
 }
 #endif
 
-// Lane i of the result is f over the lanes of v[i]. A tree, the same for every i.
+// Lane i of the result is f over the lanes of v[i], where halves[i] = reduce_halves(v[2 * i], v[2 * i + 1]). A tree,
+// the same for every i.
 template <class V, class F>
-PAGED_KV_INLINE V reduce_each(const V (&v)[kWidth], F f) {
+PAGED_KV_INLINE V reduce_each_half(const V (&halves)[kWidth / 2], F f) {
   V quads[kWidth / 4];
-  for (int i = 0; i < kWidth; i += 4) quads[i / 4] = reduce_quads(v[i], v[i + 1], v[i + 2], v[i + 3], f);
+  for (int i = 0; i < kWidth / 4; ++i) {
+    const V ab = halves[2 * i], cd = halves[2 * i + 1];
+    quads[i] = f(shuffle<0, 2, 0, 2>(ab, cd), shuffle<1, 3, 1, 3>(ab, cd));
+  }
 #if PAGED_KV_WIDTH == 16
   return reduce_neighbour_quads(reduce_neighbour_quads(quads[0], quads[1], f),
                                 reduce_neighbour_quads(quads[2], quads[3], f), f);
@@ -421,12 +426,36 @@ PAGED_KV_INLINE V reduce_each(const V (&v)[kWidth], F f) {
 #endif
 }
 
+template <class V, class F>
+PAGED_KV_INLINE V reduce_each(const V (&v)[kWidth], F f) {
+  V halves[kWidth / 2];
+  for (int i = 0; i < kWidth / 2; ++i) halves[i] = reduce_halves(v[2 * i], v[2 * i + 1], f);
+  return reduce_each_half(halves, f);
+}
+
+struct Add {
+  template <class V>
+  PAGED_KV_INLINE V operator()(V a, V b) const {
+    return a + b;
+  }
+};
+
 }  // namespace detail
+
+// The first step of sum_each for two of its vectors, and the rest of it.
+template <class V>
+PAGED_KV_INLINE V sum_halves(V a, V b) {
+  return detail::reduce_halves(a, b, detail::Add());
+}
+template <class V>
+PAGED_KV_INLINE V sum_each_half(const V (&halves)[kWidth / 2]) {
+  return detail::reduce_each_half(halves, detail::Add());
+}
 
 // sums[i] = the sum over the lanes of v[i], for kWidth vectors of floats or integers at once.
 template <class V>
 PAGED_KV_INLINE V sum_each(const V (&v)[kWidth]) {
-  return detail::reduce_each(v, [](V a, V b) __attribute__((always_inline)) { return a + b; });
+  return detail::reduce_each(v, detail::Add());
 }
 
 // The largest lane of each of kWidth vectors; no lane may be NaN.
