@@ -113,9 +113,9 @@ cuda-build: $(CUDA_VENV)/installed
 	PAGED_KV_TEST_PRETEND_CUDA=1 $(CUDA_VENV)/bin/pytest -k cuda_pretended tests/test_merge.py tests/test_cache_ops.py \
 		tests/test_determinism.py tests/test_attention.py $(PYTEST_ARGS)
 
-# make bench PEERS= leaves the peers out.
+# make bench PEERS= leaves the peers out; BENCH_ARGS="--out FOLDER" writes figures and plots there.
 bench: $(VENV)/built $(VENV)/bench-tools $(PEERS:%=%/installed)
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench $(BENCH_ARGS)
 
 bench-peers: $(PEERS:%=%/installed)
 
