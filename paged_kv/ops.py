@@ -22,11 +22,12 @@ the batch, or the number of threads.
 **Errors.** A wrong dtype, device, stride, shape or value raises `ValueError` with one sentence that names
 the op, the argument, what was expected and what came; checks run in this order, before anything is written,
 so every tensor is left as it was. What is of another Python type, such as an array where a tensor is expected
-or a bool where a number is, raises `TypeError` with such a sentence. Values in tensors (ids, lengths, scales)
-are checked on the CPU; on CUDA with ``PAGED_KV_CUDA_CHECKS=1`` in the environment only, as each call then waits
-for the device. Tensors of several devices raise too, but for `swap_blocks`. A tensor that is written has every
-element at an address of its own and shares none with another argument. No op has a backward: what one returns or
-writes while an argument wants a gradient has a history, through which `backward()` raises `RuntimeError`.
+or a bool where a number is, raises `TypeError` with such a sentence (compiled code takes a bool for a number, as
+torch does). Values in tensors (ids, lengths, scales) are checked on the CPU; on CUDA with
+``PAGED_KV_CUDA_CHECKS=1`` in the environment only, as each call then waits for the device. Tensors of several
+devices raise too, but for `swap_blocks`. A tensor that is written has every element at an address of its own
+and shares none with another argument. No op has a backward: what one returns or writes while an argument wants
+a gradient has a history, through which `backward()` raises `RuntimeError`.
 
 All ops work under ``torch.compile(fullgraph=True, dynamic=True)`` without a new compilation per length. As
 always there, sizes and numbers of 0 and 1 get a graph of their own.
@@ -224,11 +225,7 @@ def paged_attention(
         result = _paged_attention(*args, out, lse)
         if result is not NotImplemented:
             return result
-        numbers = (max_query_len, max_seq_len, scale, window, softcap)
-        if (
-            bool in map(type, numbers) or type(causal) is not bool
-        ):  # torch takes True for 1, and None for False
-            _check_types(None, _ops.paged_attention.default, args)
+        _check_types(None, _ops.paged_attention.default, args)
     if out is None and lse is None:
         return _call(_ops.paged_attention.default, *args)
     _expect_both("paged_attention", out=out, lse=lse)
@@ -403,8 +400,11 @@ def _check_types(
         if refused and kind in _BOUNDS and isinstance(value, int):
             words = f"expected {_BOUNDS[kind]}, got {reprlib.repr(value)}"
             raise ValueError(f"paged_kv::{name}: {argument.name}: {words}") from None
-        if kind in ("int", "float", "bool"):
-            refused = refused or isinstance(value, bool) != (kind == "bool")
+        # What torch takes, too: True for 1, 1 for True, and None for False or for a tensor.
+        if kind == "bool":
+            refused |= value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        elif kind in ("int", "float"):
+            refused |= isinstance(value, bool)
         if refused or (value is None and kind == "Tensor"):
             raise _wrong_type(name, argument.name, kind, value) from None
 

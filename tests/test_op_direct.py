@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from unittest import mock
 
 import numpy as np
@@ -166,6 +167,16 @@ def test_symbolic_sizes_are_traced():
     assert_same_bits(traced(arguments["query"]), attend(arguments["query"]), "out")
 
 
+def test_symbolic_truth_is_traced():
+    arguments = VALID["paged_attention"]()
+
+    def attend(query):
+        return ops.paged_attention(**arguments | {"query": query, "causal": query.shape[0] > 1})[0]
+
+    traced = make_fx(attend, tracing_mode="symbolic", _allow_non_fake_inputs=True)(arguments["query"])
+    assert_same_bits(traced(arguments["query"]), attend(arguments["query"]), "out")
+
+
 def test_nothing_else_is_asked():
     """Plain arguments never reach torch.ops: else the functions would be no use, and no result would show it."""
     with mock.patch.object(ops, "_ops", None):
@@ -216,24 +227,52 @@ def test_no_reference_is_lost():
         assert abs(count - so_far) < 500
 
 
-def test_other_threads_run_meanwhile():
-    length = 2048
+def attend_long(before, after) -> None:
+    """One thread's call of a tenth of a second, between two calls of its own."""
+    length = 4096
     query = torch.randn(length, 16, 64)
     key_cache, value_cache = torch.randn(2, length // 16, 16, 16, 64)
     args = [query, key_cache, value_cache, torch.arange(length // 16, dtype=torch.int32)[None]]
     args += [torch.tensor([length], dtype=torch.int32), torch.tensor([0, length], dtype=torch.int32)]
-    started, ended = threading.Event(), threading.Event()
-
-    def attend():
-        started.set()
+    with torch.inference_mode():
+        before(args)
         ops.paged_attention(*args, max_query_len=length, max_seq_len=length, scale=0.1)
-        ended.set()
+        after(args)
 
-    thread = threading.Thread(target=attend)
+
+@pytest.fixture
+def no_forced_turns():
+    """A thread that does not let go keeps the others waiting."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_other_threads_run_meanwhile(no_forced_turns):
+    steps, seen = 0, []
+    thread = threading.Thread(target=attend_long, args=[lambda args: seen.append(steps)] * 2)
     thread.start()
-    started.wait()
-    steps = 0
-    while not ended.is_set():
+    while thread.is_alive():
         steps += 1
-    thread.join()
-    assert steps > 100  # Python switches threads every 5 ms where nobody lets go
+        time.sleep(0)  # lets go
+    assert seen[1] > seen[0]
+
+
+def test_tensors_are_held_meanwhile(no_forced_turns):
+    """Else another thread could free one that is being read, by exchanging it for another."""
+    running, counts = threading.Event(), []
+
+    def before(args):
+        counts.append(args)
+        running.set()
+
+    thread = threading.Thread(target=attend_long, args=[before, lambda args: None])
+    thread.start()
+    running.wait()
+    (args,) = counts
+    most = 0
+    while thread.is_alive():
+        most = max(most, min(tensor._use_count() for tensor in args))
+        time.sleep(0)
+    assert most > 1

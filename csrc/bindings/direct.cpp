@@ -51,17 +51,19 @@ struct Ops {
 template <class T>
 class Argument;
 
+// Tensors are held: another thread may meanwhile exchange the one that an object stands for (torch.utils.swap_tensors).
 template <>
 class Argument<const Tensor&> {
  public:
   bool take(PyObject* object) {
-    object_ = object;
-    return THPVariable_CheckExact(object);
+    if (!THPVariable_CheckExact(object)) return false;
+    value_ = THPVariable_Unpack(object);
+    return true;
   }
-  const Tensor& value() const { return THPVariable_Unpack(object_); }
+  const Tensor& value() const { return value_; }
 
  private:
-  PyObject* object_ = nullptr;  // of the caller
+  Tensor value_;
 };
 
 template <>

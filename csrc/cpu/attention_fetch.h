@@ -151,6 +151,14 @@ class Fetch {
     }
   }
 
+  // Beside the chunk at d of two rows that are taken one after the other, rows being taken whole and `row_elements`
+  // long: of groups as much, in the order of memory.
+  template <Ask kAsk, int kElements>
+  PAGED_KV_INLINE void beside_pair(const Group& group, uint64_t token, uint64_t d, uint64_t row_elements) const {
+    const uint64_t piece = token * (row_elements / kElements) + 2 * (d / kElements);
+    beside<kAsk, kElements, 2>(group, kAsk == Ask::kGroups ? piece : token, d);
+  }
+
  private:
   static constexpr int kLine = 64 / sizeof(T);  // elements
   static constexpr bool kWide = kWidth == 16;
@@ -158,7 +166,7 @@ class Fetch {
   static constexpr auto distances() {
     if constexpr (kWide) {
       if constexpr (sizeof(T) == 4) {
-        return std::array{1, 2, 3, 4, 5, 6};
+        return std::array{1, 2, 3, 5, 7};
 #ifdef __AVX512BF16__
       } else if constexpr (std::is_same_v<T, BFloat16>) {  // of which products leave most time
         return std::array{1, 2, 3, 5, 7};
@@ -179,7 +187,7 @@ class Fetch {
     }
   }
   static constexpr auto kDistances = distances();
-  static constexpr int64_t kUnit = 3 << 10;  // bytes; six of them are some half of an L1
+  static constexpr int64_t kUnit = 3 << 10;  // bytes; seven of them are less than half of an L1
 
   // A unit in whole groups of rows.
   static int64_t unit_rows(int64_t row_bytes) {
