@@ -386,8 +386,8 @@ def _check_types(
 ) -> None:
     """Of a call that raised `error`, or is to be made, which argument is of a wrong type is told in our words.
 
-    Torch's own are a page, and for None, which it takes for a tensor, it has none. Only afterwards, as looking at
-    each argument before the call would take as long as handing them over.
+    Torch's own are a page, and for None, which it takes for a tensor, it has none. Only afterwards, or where the
+    direct call has declined, as looking at each argument before the call would take as long as handing them over.
     """
     name = op._schema.name.rpartition("::")[2]
     for argument, value in zip(op._schema.arguments, (*args, *written.values()), strict=True):
