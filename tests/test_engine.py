@@ -297,6 +297,8 @@ def test_settings_and_arguments_are_checked_by_name(model, prompts):
         new_llm(model, memory=1 << 20)
     with pytest.raises(ValueError, match="params: expected one or 6"):
         new_llm(model).generate(prompts, [GREEDY])
+    with pytest.raises(TypeError, match=r"^params\[2\]: expected a SamplingParams, got int$"):
+        new_llm(model).generate(prompts, [GREEDY, GREEDY, 5, *[GREEDY] * 3])
     with pytest.raises(
         ValueError, match=r"prompt: expected token ids, since .* without a tokenizer, got 'text'"
     ):
@@ -354,7 +356,7 @@ def test_an_llm_is_not_made_of_other_types(model, arguments, message):
         ([["text"]], {}, r"prompts\[0\]: expected token ids, which are integers, got 'text'"),
         ([[1]], {"params": None}, "params: expected SamplingParams, or a list of them, got None"),
         ([[1]], {"params": {"n": 2}}, "params: expected SamplingParams, or a list of them, got {'n': 2}"),
-        ([[1]], {"params": [None]}, "params: expected a SamplingParams, got NoneType"),
+        ([[1]], {"params": [None]}, r"params\[0\]: expected a SamplingParams, got NoneType"),
         ([[1]], {"params": "greedy"}, "params: expected SamplingParams, or a list of them, got 'greedy'"),
     ],
 )

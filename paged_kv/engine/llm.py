@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._arguments import check_choice, check_flag, check_integer, check_token_ids, is_row
+from .._arguments import check_choice, check_flag, check_instance, check_integer, check_token_ids, is_row
 from ..cache import FLOATS, MAX_BLOCK_SIZE, QUANTISED
 from ..integrations.loading import load
 from ..integrations.transformers import PagedModel, check_cache_dtype, is_model
@@ -257,6 +257,8 @@ class LLM:
             raise ValueError(
                 f"params: expected one or {len(prompts)}, one for each prompt, got {len(params)}"
             )
+        for place, param in enumerate(params):
+            check_instance(f"params[{place}]", param, SamplingParams)
         for prompt in prompts:
             if not isinstance(prompt, str) and not is_row(prompt):
                 raise TypeError(f"{expected}, got {prompt!r} among them")
