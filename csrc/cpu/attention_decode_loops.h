@@ -100,8 +100,7 @@ void score_kept_rows(const BFloat16* query, int64_t head_dim, const BFloat16* co
   for (int r = 0; r < kRows; ++r) {
     for (int c = 0; c < kChunks; ++c) rows[r][c] = keep(load_words(query + (r * kChunks + c) * kChunk));
   }
-  auto add_pair = [&](auto& sums, const BFloat16* first, const BFloat16* second, const auto& group,
-                      auto token) __attribute__((always_inline)) {
+  auto add_pair = [&](auto& sums, auto* first, auto* second, auto& group, auto token) __attribute__((always_inline)) {
     unrolled<kChunks>([&](auto c) __attribute__((always_inline)) {
       fetch.template beside_pair<kAsk, kChunk>(group, token, c * kChunk, kChunks * kChunk);
       const int size = c + 1 < kChunks ? kChunk : last;
@@ -120,21 +119,20 @@ template <int kRows, Ask kAsk>
 void score_float_rows(const float* query, int64_t padded_dim, int64_t head_dim, const float* const* keys, int count,
                       float* scores, Fetch<float> fetch) {
   using P = FloatProducts<float>;
-  auto add_pair = [&](auto& sums, const float* first, const float* second, const auto& group, auto token)
-                      __attribute__((always_inline)) {
-                        auto add_chunk = [&](int64_t d, int size) __attribute__((always_inline)) {
-                          fetch.template beside_pair<kAsk, kChunk>(group, token, d, padded_dim);
-                          const Chunk both[2] = {P::load_key(first + d, size), P::load_key(second + d, size)};
-                          const float* row = query + d;
-                          for (int r = 0; r < kRows; ++r) {
-                            P::add_scores<2>(sums[r], both, row);
-                            row = forget(row + padded_dim);
-                          }
-                        };
-                        int64_t d = 0;
-                        for (; d + kChunk <= head_dim; d += kChunk) add_chunk(d, kChunk);
-                        if (d < head_dim) add_chunk(d, static_cast<int>(head_dim - d));
-                      };
+  auto add_pair = [&](auto& sums, auto* first, auto* second, auto& group, auto token) __attribute__((always_inline)) {
+    auto add_chunk = [&](int64_t d, int size) __attribute__((always_inline)) {
+      fetch.template beside_pair<kAsk, kChunk>(group, token, d, padded_dim);
+      const Chunk both[2] = {P::load_key(first + d, size), P::load_key(second + d, size)};
+      const float* row = query + d;
+      for (int r = 0; r < kRows; ++r) {
+        P::add_scores<2>(sums[r], both, row);
+        row = forget(row + padded_dim);
+      }
+    };
+    int64_t d = 0;
+    for (; d + kChunk <= head_dim; d += kChunk) add_chunk(d, kChunk);
+    if (d < head_dim) add_chunk(d, static_cast<int>(head_dim - d));
+  };
   score_by_pairs<P, kRows>(keys, count, scores, add_pair);
 }
 #endif
